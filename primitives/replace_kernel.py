@@ -187,9 +187,9 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     def _probe(self, site: Site, plan: Plan) -> Any:
         """Return the result of probing a module; cached for equal modules."""
-        from schedlang.kernels.probe import judged
+        from schedlang.kernels.probe import probe_once
         from schedlang.runtime.kernel_injection.kernel import match
 
         module = plan.model.model.get_submodule(site.fqn)
         probe = partial(match, kernel=self.kernel)
-        return judged(module, probe, plan.model.cache, self.kernel)
+        return probe_once(module, probe, plan.model.cache, self.kernel)

@@ -8,7 +8,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from schedlang.doors import ROW, SIDE, WAY
+from schedlang.doors import MAIN_DOORS, ROW_STEPS, SIDE_DOORS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -133,7 +133,7 @@ def said(room: str) -> str:
 def doors() -> str:
     """The table of doors, in their order."""
     text = "| door | takes | gives | |\n|---|---|---|---|\n"
-    for door in (*WAY, *SIDE):
+    for door in (*MAIN_DOORS, *SIDE_DOORS):
         takes = ", ".join(door.takes)
         text += f"| `{door.module}.{door.name}` | {takes} | `{door.gives}` | {door.about} |\n"
     return text
@@ -141,7 +141,7 @@ def doors() -> str:
 
 def row() -> str:
     """The table of what happens to one row, in its order."""
-    lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW)
+    lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW_STEPS)
     return "\nOne row on this way, `shard(col, over=tp)`:\n\n| | |\n|---|---|\n" + "".join(lines)
 
 

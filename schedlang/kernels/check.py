@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import KIND, environment, gpu_here, runs
+from schedlang.kernels.kernel_device import DEVICE_TYPE, backend_runs, environment, has_gpu
 
 # roundings that a correct kernel may accumulate, in units of the dtype's spacing
 _ROUNDINGS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 4.0}
@@ -86,7 +86,7 @@ class KernelCheck:
         return self.backend != "reference" and all(each.ok for each in self.comparisons)
 
 
-def compare(
+def compare_tensor(
     name: str, out: Tensor, eager: Tensor, exact: Tensor, *, times: float = 2.0
 ) -> Comparison:
     """Compare `out` by the rule of its dtype; `eager` has the same dtype, `exact` is in float64.
@@ -126,7 +126,7 @@ def run_kernel_check(
     are found. In the interpreter a row of a case costs well under a millisecond. Raises
     RuntimeError with the process's own output if it fails, or takes longer than `timeout` seconds.
     """
-    device = device or (KIND if gpu_here() else "cpu")
+    device = device or (DEVICE_TYPE if has_gpu() else "cpu")
     task = {"device": device, "cases": [_encode(case) for case in cases]}
     key = os.getpid(), device
     worker = _idle.pop(key, None) or _Worker(device)
@@ -215,7 +215,7 @@ def check_case(case: Case, device: str) -> KernelCheck:
 
     drawn = {name: strided(t.to(device, dtype)) for name, t in case.draw(normal).items()}
     grads: list[Tensor] = []
-    before = runs()
+    before = backend_runs()
 
     def results(kernel: bool, wide: bool) -> list[Tensor]:
         leaves = {
@@ -228,10 +228,10 @@ def check_case(case: Case, device: str) -> KernelCheck:
         return [y.detach(), *found]
 
     kernel = results(True, False)
-    ran = {name for name, count in runs().items() if count > before.get(name, 0)}
+    ran = {name for name, count in backend_runs().items() if count > before.get(name, 0)}
     eager, exact = results(False, False), results(False, True)
     names = ("output", *(f"gradient of the {name}" for name in drawn))
-    found = tuple(compare(*each) for each in zip(names, kernel, eager, exact, strict=True))
+    found = tuple(compare_tensor(*each) for each in zip(names, kernel, eager, exact, strict=True))
     return KernelCheck(case, ran.pop() if len(ran) == 1 else "reference", found)
 
 

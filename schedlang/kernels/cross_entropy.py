@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import launch, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import can_run_kernel, compute_dtype, launch_kernel, tl, triton
 
 _BLOCK = 4096  # logits that a program holds at a time
 _AT_ONCE = 4 * 2**20  # bytes of a copy in plain torch operations, which is in float32 at least
@@ -58,7 +58,7 @@ def gradient_(
 def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: float) -> None:
     """Launch one program for each row of `z`, with the row's numbers."""
     block, warps = _tile(z)
-    launch(
+    launch_kernel(
         kernel,
         (z.shape[0],),
         z,
@@ -74,7 +74,7 @@ def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: f
 
 
 def _fits(z: Tensor) -> bool:
-    return runs_kernel(z, longest=None) and z.stride(1) == 1
+    return can_run_kernel(z, longest=None) and z.stride(1) == 1
 
 
 def _tile(z: Tensor) -> tuple[int, int]:
@@ -84,14 +84,14 @@ def _tile(z: Tensor) -> tuple[int, int]:
 
 def _parts(z: Tensor) -> list[slice]:
     """Return chunks of rows: a float32 copy of all would be as large as the logits."""
-    rows = max(1, _AT_ONCE // max(1, z.shape[1] * wide(z).itemsize))
+    rows = max(1, _AT_ONCE // max(1, z.shape[1] * compute_dtype(z).itemsize))
     return [slice(start, start + rows) for start in range(0, max(1, z.shape[0]), rows)]
 
 
 def _statistics(
     z: Tensor, target: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value = z.to(wide(z)) * scale if scale != 1 else z.to(wide(z))
+    value = z.to(compute_dtype(z)) * scale if scale != 1 else z.to(compute_dtype(z))
     value = torch.tanh(value) * cap if cap else value
     mine = target >= 0
     picked = value.gather(1, target.clamp_min(0)[:, None])[:, 0] * mine
@@ -106,7 +106,7 @@ def _gradient(
     scale: float,
     cap: float,
 ) -> Tensor:
-    value = z.to(wide(z))  # `z` itself if it is wide enough: it is overwritten anyway
+    value = z.to(compute_dtype(z))  # `z` itself if it is wide enough: it is overwritten anyway
     value = value.mul_(scale) if scale != 1 else value
     slope: Tensor | float = scale
     if cap:

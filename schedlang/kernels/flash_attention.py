@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedlang.kernels import flex_attention
-from schedlang.kernels.device import note, on_gpu
-from schedlang.kernels.flex_attention import Query, Rule, reference
+from schedlang.kernels.flex_attention import AttentionCall, ScoreRule, reference
+from schedlang.kernels.kernel_device import count_run, on_gpu
 
 PACKAGE = "flash_attn"
 _LARGEST = 256  # elements of a head
@@ -25,15 +25,15 @@ _LARGEST = 256  # elements of a head
 Window = tuple[int, int] | None
 
 
-def flash_attention(query: Query) -> Tensor:
+def flash_attention(query: AttentionCall) -> Tensor:
     """Compute an attention by the package if possible, else by plain products."""
     q, rule = query.q, query.rule
     window = window_of(query) if runs_flash(q) else None
     if window is None or query.bias is not None or query.sinks is not None:
-        note("reference")
+        count_run("reference")
         return reference(query)
     attend = import_module(PACKAGE).flash_attn_func
-    note("torch")
+    count_run("torch")
     lines = [t.transpose(1, 2) for t in (q, query.k, query.v)]
     more: dict[str, Any] = {"softcap": rule.cap} if rule.cap else {}
     causal = window == (-1, 0)
@@ -52,7 +52,7 @@ def runs_flash(q: Tensor) -> bool:
     return on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
 
 
-def unfit(query: Query) -> str:
+def why_declined(query: AttentionCall) -> str:
     """Return why the package would not compute this attention on a GPU; "" if it would.
 
     A mask without values (in a graph, on the meta device) is assumed to be a window.
@@ -74,7 +74,7 @@ def unfit(query: Query) -> str:
     return ""
 
 
-def window_of(query: Query) -> Window:
+def window_of(query: AttentionCall) -> Window:
     """Return a mask as a window around each query's own position; None if it is no window."""
     rule, mask = query.rule, query.mask
     square = query.q.shape[2] == query.k.shape[2]
@@ -86,7 +86,7 @@ def window_of(query: Query) -> Window:
     return known[rule]
 
 
-_WINDOWS: MutableMapping[Tensor, dict[Rule, Window]] = WeakTensorKeyDictionary()
+_WINDOWS: MutableMapping[Tensor, dict[ScoreRule, Window]] = WeakTensorKeyDictionary()
 
 
 def _read_window(mask: Tensor, causal: bool) -> Window:
@@ -122,5 +122,5 @@ class Case(flex_attention.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         call = flash_attention if kernel else reference
-        rule = Rule(cap=self.cap, causal=True)
-        return call(Query(given["query"], given["key"], given["value"], rule))
+        rule = ScoreRule(cap=self.cap, causal=True)
+        return call(AttentionCall(given["query"], given["key"], given["value"], rule))

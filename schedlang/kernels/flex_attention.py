@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedlang.kernels import check
-from schedlang.kernels.device import note, on_gpu, triton
+from schedlang.kernels.kernel_device import count_run, on_gpu, triton
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScoreRule:
     """Transformations of scores: times `scale` (None: 1 / sqrt(head size)), capped, masked.
 
     cap * tanh(score / cap) if `cap` is not 0; `causal` is aligned at the first key and query.
@@ -34,7 +34,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Query:
+class AttentionCall:
     """One call of an attention: q, k and v [rows, heads, length, size], and changes of the scores.
 
     Keys and values may have fewer heads than queries.
@@ -47,19 +47,19 @@ class Query:
     q: Tensor
     k: Tensor
     v: Tensor
-    rule: Rule
+    rule: ScoreRule
     mask: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
 
 
-def flex_attention(query: Query) -> Tensor:
+def flex_attention(query: AttentionCall) -> Tensor:
     """Compute an attention by FlexAttention if possible, else by plain products."""
     if not runs_flex(query.q):
-        note("reference")
+        count_run("reference")
         return reference(query)
-    note("torch")
+    count_run("torch")
     return _flex(query)
 
 
@@ -69,7 +69,7 @@ def runs_flex(q: Tensor) -> bool:
     return on_gpu(q) and triton is not None and q.dtype in kinds
 
 
-def reference(query: Query) -> Tensor:
+def reference(query: AttentionCall) -> Tensor:
     """Compute the attention by plain products, with the softmax in float32 at least, and
     dropout."""
     q, k, v, rule, mask = query.q, query.k, query.v, query.rule, query.mask
@@ -103,7 +103,7 @@ def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tenso
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
-def _flex(asked: Query) -> Tensor:
+def _flex(asked: AttentionCall) -> Tensor:
     q, k, rule, mask, bias = asked.q, asked.k, asked.rule, asked.mask, asked.bias
     added = mask if mask is not None and mask.dtype != torch.bool else None
 
@@ -118,7 +118,7 @@ def _flex(asked: Query) -> Tensor:
         return value
 
     plain = not rule.cap and bias is None and added is None
-    out, lse = compiled()(
+    out, lse = compiled_flex()(
         q,
         k,
         asked.v,
@@ -136,7 +136,7 @@ def _flex(asked: Query) -> Tensor:
 
 
 @functools.cache
-def compiled() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
     """Return torch's function, compiled once: uncompiled it would write all scores."""
     from torch.nn.attention.flex_attention import flex_attention as flex
 
@@ -144,7 +144,7 @@ def compiled() -> Callable[..., Any]:
     return made
 
 
-def _blocks(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Any:
+def _blocks(q: Tensor, k: Tensor, rule: ScoreRule, mask: Tensor | None) -> Any:
     """Return the blocks of scores to compute: those in which some query sees a key."""
     lengths = (q.shape[2], k.shape[2])
     if mask is None:
@@ -213,7 +213,7 @@ class Case(check.Case):
             mask = torch.ones(self.shape[0], 1, length, length, dtype=torch.bool).tril()
             mask[0, :, 1:, 0] = False
             mask = mask.to(q.device)
-        rule = Rule(cap=self.cap, causal=not self.padded)
+        rule = ScoreRule(cap=self.cap, causal=not self.padded)
         call = flex_attention if kernel else reference
-        query = Query(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
+        query = AttentionCall(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
         return call(query)

@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, launch, matrix, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import (
+    as_rows,
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_kernel,
+    tl,
+    triton,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -40,7 +48,7 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _BLOCK = 1024
 
 
-def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """Return act(gate) * up, of two tensors of one shape and dtype; `act` is one of ACTIVATIONS.
 
     Differentiable once, in both.
@@ -49,7 +57,7 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return y
 
 
-def packed(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
+def packed_gated_product(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
     """Return act(gate) * up for a tensor with gate and up (or up first) as halves of its last
     dim."""
     y: Tensor = gated_forward(both, None, act, int(gate_first))
@@ -57,12 +65,12 @@ def packed(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
 
 
 def reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """Compute `gated` by plain torch operations."""
+    """Compute `gated_product` by plain torch operations."""
     return ACTIVATIONS[act](gate) * up
 
 
 def _reference_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    kind = wide(gate, up)
+    kind = compute_dtype(gate, up)
     value, grad = gate.to(kind), dy.to(kind)
     by_up = grad * ACTIVATIONS[act](value).to(gate.dtype).to(kind)
     return BACKWARD[act](grad * up.to(kind), value).to(gate.dtype), by_up.to(up.dtype)
@@ -158,8 +166,8 @@ def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) ->
     rows, size = tensors[0].shape
     block, warps = tile(size)
     grid = (rows, triton.cdiv(size, block))
-    launch(kernel, grid, *tensors, size, *strides, ACT=act, BLOCK=block, warps=warps)
-    count(True)
+    launch_kernel(kernel, grid, *tensors, size, *strides, ACT=act, BLOCK=block, warps=warps)
+    count_kernel_run(True)
 
 
 def _flat(place: Tensor) -> Tensor:
@@ -180,10 +188,10 @@ def _pair(first: Tensor, second: Tensor | None, gate_first: int) -> tuple[Tensor
 def gated_forward(first: Tensor, second: Tensor | None, act: str, gate_first: int) -> Tensor:
     """Return act(gate) * up, contiguous; without `second` both are halves of `first`'s last dim."""
     gate, up = _pair(first, second, gate_first)
-    if not runs_kernel(gate, up, longest=None):
-        count(False)
+    if not can_run_kernel(gate, up, longest=None):
+        count_kernel_run(False)
         return reference(gate, up, act).contiguous()
-    left, right = matrix(gate), matrix(up)
+    left, right = as_rows(gate), as_rows(up)
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     _launch(forward_kernel, act, [left, right, y], [left.stride(0), right.stride(0)])
     return y
@@ -200,12 +208,12 @@ def gated_backward(
     dfirst, dsecond = _gradients(first, second)
     gate, up = _pair(first, second, gate_first)
     dgate, dup = _pair(dfirst, None if second is None else dsecond, gate_first)
-    if not runs_kernel(gate, up, dy, longest=None):
-        count(False)
+    if not can_run_kernel(gate, up, dy, longest=None):
+        count_kernel_run(False)
         for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
             place.copy_(made)
         return dfirst, dsecond
-    tensors = [matrix(dy), matrix(gate), matrix(up), *(_flat(t) for t in (dgate, dup))]
+    tensors = [as_rows(dy), as_rows(gate), as_rows(up), *(_flat(t) for t in (dgate, dup))]
     _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
     return dfirst, dsecond
 
@@ -259,7 +267,7 @@ class Case(check.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         if self.pack and kernel:
-            return packed(given["input"], self.act, self.pack == "gate first")
+            return packed_gated_product(given["input"], self.act, self.pack == "gate first")
         first, second = given["input" if self.pack else "gate"], given.get("up")
         pair = _pair(first, second, self.pack == "gate first")
-        return (gated if kernel else reference)(*pair, self.act)
+        return (gated_product if kernel else reference)(*pair, self.act)

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from schedlang.kernels import check
-from schedlang.kernels.device import capability, note, on_gpu
-from schedlang.kernels.halves import asked
+from schedlang.kernels.backward_halves import needed_gradients
+from schedlang.kernels.kernel_device import capability, count_run, on_gpu
 
 _ALIGNED = 16  # alignment in bytes of a matrix's rows that torch's product requires
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
     """Return the rows of `x` [rows, in] times `weight` [groups, in, out]; differentiable once, in
     both.
 
@@ -78,9 +78,9 @@ def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Ten
     """Return the products, [rows, out]."""
     x, weight = x.contiguous(), weight.contiguous()
     if not _fits(x, weight):
-        note("reference")
+        count_run("reference")
         return reference(x, weight, ends, bool(across))
-    note("torch")
+    count_run("torch")
     return torch._grouped_mm(x, weight.mT if across else weight, ends).contiguous()
 
 
@@ -91,9 +91,9 @@ def grouped_backward(
     """Return the gradients of x and weight, contiguous; undefined values where not needed."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     if not _fits(dy, x, weight):
-        note("reference")
+        count_run("reference")
         return _reference_backward(dy, x, weight, ends, bool(across), for_x, for_weight)
-    note("torch")
+    count_run("torch")
     left, right = (dy, x) if across else (x, dy)
     dx = torch._grouped_mm(dy, weight if across else weight.mT, ends) if for_x else x
     dweight = torch._grouped_mm(left.mT, right, ends) if for_weight else weight
@@ -121,7 +121,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needed = asked(ctx, 2)
+    needed = needed_gradients(ctx, 2)
     found = grouped_backward(dy, *ctx.saved_tensors, ctx.across, *needed)
     return *(grad if need else None for grad, need in zip(found, needed)), None, None
 
@@ -167,5 +167,5 @@ class Case(check.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the product, or its reference."""
         ends = self.ends().to(given["input"].device)
-        call = grouped if kernel else reference
+        call = grouped_product if kernel else reference
         return call(given["input"], given["weight"], ends, self.across)

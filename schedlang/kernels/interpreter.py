@@ -2,9 +2,9 @@
 
 The interpreter stores a bfloat16 as a uint16 and computes on the bit patterns: sums and products
 are silently wrong, and a cast from float32 truncates. Triton documents that bfloat16 is not
-supported there. `install` wraps the few methods through which every such value passes, and makes
-loop counts of triton 3.6 work with NumPy 2.4. Only this file patches `triton.runtime.interpreter`;
-it is written for triton 3.6 and 3.7, and has been run with both.
+supported there. `patch_interpreter` wraps the few methods through which every such value passes,
+and makes loop counts of triton 3.6 work with NumPy 2.4. Only this file patches
+`triton.runtime.interpreter`; it is written for triton 3.6 and 3.7, and has been run with both.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-def widen(bits: Array) -> Array:
+def bfloat16_to_float32(bits: Array) -> Array:
     """Return the float32 values of bfloat16 bit patterns (uint16); exact."""
     wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
     return wide
 
 
-def narrow(values: Array) -> Array:
+def float32_to_bfloat16(values: Array) -> Array:
     """Return the bfloat16 bit patterns (uint16) nearest to float32 values, ties to even, NaN
     kept."""
     plain = np.asarray(values, np.float32)  # ascontiguousarray would turn a scalar into a vector
@@ -33,7 +33,7 @@ def narrow(values: Array) -> Array:
     return np.where(np.isnan(plain), np.uint16(0x7FC0), rounded)
 
 
-def install() -> None:
+def patch_interpreter() -> None:
     """Patch the interpreter of this process, once; a second call does nothing."""
     from triton.runtime import interpreter
 
@@ -90,7 +90,7 @@ def _is_bfloat16(handle: Any) -> bool:
 def _to_float32(handle: Any) -> Any:
     import triton.language as tl
 
-    return _handle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+    return _handle(bfloat16_to_float32(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
 def _to_bfloat16(handle: Any) -> Any:
@@ -99,13 +99,13 @@ def _to_bfloat16(handle: Any) -> Any:
 
     if handle.data.dtype != np.float32:
         return _handle(handle.data, tl.bfloat16)
-    return _handle(narrow(handle.data), tl.bfloat16)
+    return _handle(float32_to_bfloat16(handle.data), tl.bfloat16)
 
 
 def _bfloat16_constant(self: Any, value: float) -> Any:
     import triton.language as tl
 
-    return _handle(narrow(np.array([value], np.float32)), tl.bfloat16)
+    return _handle(float32_to_bfloat16(np.array([value], np.float32)), tl.bfloat16)
 
 
 def _widened(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def _rounding_cast(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, source, target)
         source = _to_float32(source)
         if there == tl.bfloat16:
-            return _handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+            return _handle(float32_to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
         return source if source.dtype.scalar == there else original(self, source, target)
 
     return cast
@@ -172,8 +172,10 @@ def _widened_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     def total(self: Any, value: Any) -> Any:
         if value.dtype.scalar != tl.bfloat16:
             return original(self, value)
-        wide = widen(value.handle.data)
-        return self.to_tensor(narrow(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16)
+        wide = bfloat16_to_float32(value.handle.data)
+        return self.to_tensor(
+            float32_to_bfloat16(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16
+        )
 
     return total
 
@@ -185,11 +187,11 @@ def _widened_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
         first = value[0] if isinstance(value, tuple) else value
         if first.dtype.scalar != tl.bfloat16:
             return original(self, value, *rest, **named)
-        wide = self.to_tensor(widen(first.handle.data), tl.float32)
+        wide = self.to_tensor(bfloat16_to_float32(first.handle.data), tl.float32)
         found = original(self, wide, *rest, **named)
         pair = found if isinstance(found, tuple) else (found,)
         back = tuple(
-            self.to_tensor(narrow(each.handle.data), tl.bfloat16)
+            self.to_tensor(float32_to_bfloat16(each.handle.data), tl.bfloat16)
             if each.dtype.scalar == tl.float32
             else each
             for each in pair

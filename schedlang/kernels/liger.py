@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import norm as norms
-from schedlang.kernels.device import note, on_gpu, triton, wide
+from schedlang.kernels.kernel_device import compute_dtype, count_run, on_gpu, triton
 
 _CASTING = {"early": "llama", "late": "gemma"}  # the library's names for the order of rounding
 
@@ -24,11 +24,11 @@ _CASTING = {"early": "llama", "late": "gemma"}  # the library's names for the or
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: norms.Form) -> Tensor:
     """Compute `kernels.norm.norm`; a LayerNorm has a bias, no offset, and rounds late."""
     if not runs_liger(x, weight):
-        note("reference")
+        count_run("reference")
         return norms.reference(x, weight, bias, form)
-    note("liger")
+    count_run("liger")
     functional: Any = import_module("liger_kernel.transformers.functional")
-    eps = torch.finfo(wide(x, weight)).eps if form.eps is None else form.eps
+    eps = torch.finfo(compute_dtype(x, weight)).eps if form.eps is None else form.eps
     if form.centred:
         y: Tensor = functional.liger_layer_norm(x, weight, bias, eps)
         return y

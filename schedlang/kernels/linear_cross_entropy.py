@@ -3,8 +3,9 @@
 In chunks: the logits of one chunk of tokens exist at a time, and are computed twice: in forward for
 their statistics (kernels/cross_entropy.py), and in backward, where their gradient overwrites them.
 After Wijmans et al., "Cut your losses in large-vocabulary language models" (2025), without their
-filtering: no gradient is dropped. If the loss is a sum over tokens with known weights, `weighed`
-computes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit once.
+filtering: no gradient is dropped. If the loss is a sum over tokens with known weights,
+`weighted_loss` computes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit
+once.
 
 Held: the logits are computed once and saved for backward, where their gradient overwrites them.
 Every product is over all tokens: faster than chunks if there is memory. Only the two operators use
@@ -24,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import check
+from schedlang.kernels.backward_halves import needed_gradients
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
-from schedlang.kernels.device import count, runs_kernel, wide
-from schedlang.kernels.halves import asked
+from schedlang.kernels.kernel_device import can_run_kernel, compute_dtype, count_kernel_run
 
-LARGEST = 256 * 2**20  # bytes of a chunk of logits, by default
-PARTS = 16  # number of chunks, by default
+CHUNK_BYTES = 256 * 2**20  # bytes of a chunk of logits, by default
+CHUNK_COUNT = 16  # number of chunks, by default
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Form:
         Without a budget, a chunk is a sixteenth of all tokens, at most 256 MiB of logits.
         """
         tokens, size = x.shape[0], max(weight.shape[0], 1) * x.dtype.itemsize
-        budget = self.budget or min(LARGEST, size * -(-tokens // PARTS))
+        budget = self.budget or min(CHUNK_BYTES, size * -(-tokens // CHUNK_COUNT))
         return self.scale, self.cap, max(1, min(tokens, budget // size))
 
 
@@ -72,7 +73,7 @@ def statistics(
     return lse, picked, total
 
 
-def weighed(
+def weighted_loss(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -101,8 +102,8 @@ def reference(
     smoothing: float,
     form: Form,
 ) -> Tensor:
-    """Compute `weighed` by plain torch operations, all logits at once."""
-    z = F.linear(x, weight, bias).to(wide(x, weight)) * form.scale
+    """Compute `weighted_loss` by plain torch operations, all logits at once."""
+    z = F.linear(x, weight, bias).to(compute_dtype(x, weight)) * form.scale
     z = torch.tanh(z) * form.cap if form.cap else z
     picked = z.gather(1, target.clamp_min(0)[:, None])[:, 0]
     loss = z.logsumexp(1) - (1 - smoothing) * picked - smoothing * z.mean(1)
@@ -113,11 +114,11 @@ def _chunks(tokens: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
-class Sums:
+class GradientSums:
     """The gradients of one operator, accumulated chunk by chunk."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool):
-        kind = wide(weight)
+        kind = compute_dtype(weight)
         self.x, self.weight = x, weight
         self.dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
         self.dweight = weight.new_zeros(weight.shape if own else (0,), dtype=kind)
@@ -154,9 +155,9 @@ def linear_statistics_forward(
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three statistics of each row, computed for `rows` rows at a time."""
-    kind = wide(x, weight)
+    kind = compute_dtype(x, weight)
     lse, picked, total = (torch.empty(len(x), dtype=kind, device=x.device) for _ in range(3))
-    count(runs_kernel(x, weight, longest=None))
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         lse[part], picked[part], total[part] = row_statistics(z, target[part], scale, cap)
@@ -181,8 +182,8 @@ def linear_statistics_backward(
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; empty if not needed."""
-    sums = Sums(x, weight, bias, inputs, own)
-    count(runs_kernel(x, weight, longest=None))
+    sums = GradientSums(x, weight, bias, inputs, own)
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         by = by_lse[part], by_picked[part], by_total[part]
@@ -207,10 +208,10 @@ def linear_weighed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, gradients of x, weight and bias); each chunk of logits is computed once."""
     classes = weight.shape[0]
-    sums = Sums(x, weight, bias, inputs, own)
-    kind = wide(x, weight)
+    sums = GradientSums(x, weight, bias, inputs, own)
+    kind = compute_dtype(x, weight)
     loss = torch.zeros((), dtype=kind, device=x.device)
-    count(runs_kernel(x, weight, longest=None))
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         lse, picked, total = row_statistics(z, target[part], scale, cap)
@@ -226,7 +227,7 @@ def linear_weighed(
 
 @linear_statistics_forward.register_fake
 def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    found = x.new_empty(x.shape[:1], dtype=wide(x, weight))
+    found = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
     return found, torch.empty_like(found), torch.empty_like(found)
 
 
@@ -249,7 +250,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tens
 
 @linear_weighed.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    loss = x.new_empty((), dtype=wide(x, weight))
+    loss = x.new_empty((), dtype=compute_dtype(x, weight))
     return loss, *_fake_gradients(x, weight, bias, *given[-2:])
 
 
@@ -258,7 +259,7 @@ def held_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the three statistics of each row, and the logits, which only backward uses."""
-    count(runs_kernel(x, weight, longest=None))
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     z = F.linear(x, weight, bias)
     found = row_statistics(z, target, scale, cap)
     lse, picked, total = (each.clone() for each in found)  # no views of one tensor
@@ -282,8 +283,8 @@ def held_backward(
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias, empty if not needed; `z` becomes its gradient."""
-    count(runs_kernel(x, weight, longest=None))
-    sums = Sums(x, weight, bias, inputs, own)
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
+    sums = GradientSums(x, weight, bias, inputs, own)
     by = by_lse, by_picked, by_total
     sums.add(slice(None), gradient_(z, target, lse, by, scale, cap))
     return sums.results(bias)
@@ -291,7 +292,7 @@ def held_backward(
 
 @held_forward.register_fake
 def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse = x.new_empty(x.shape[:1], dtype=wide(x, weight))
+    lse = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
     z = x.new_empty((x.shape[0], weight.shape[0]))
     return lse, torch.empty_like(lse), torch.empty_like(lse), z
 
@@ -308,7 +309,7 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _backward_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
-    needed = asked(ctx, 3)
+    needed = needed_gradients(ctx, 3)
     found = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, needed[0], needed[1] or needed[2]
     )
@@ -364,7 +365,7 @@ def _backward_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     x, weight, bias, target, lse, z = ctx.saved_tensors
     assert grads[3] is None, "the logits are used by nobody else"
     by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
-    needed = asked(ctx, 3)
+    needed = needed_gradients(ctx, 3)
     # a further backward, for the weights or for a second loss, needs the logits again
     found = held_backward(
         z.clone() if _keeps_graph() else z,
@@ -438,5 +439,5 @@ class Case(check.Case):
             lse, picked, total = statistics(x, weight, bias, target, form)
             each = lse - (1 - self.smoothing) * picked - self.smoothing / self.classes * total
             return (each * by).sum()
-        call = weighed if kernel else reference
+        call = weighted_loss if kernel else reference
         return call(x, weight, bias, target, by, self.smoothing, form)

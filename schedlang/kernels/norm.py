@@ -27,24 +27,24 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import (
-    LONGEST,
-    backward,
-    count,
-    forward,
-    runs_kernel,
+from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
+from schedlang.kernels.kernel_device import (
+    MAX_ROW,
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_backward,
+    launch_forward,
     tl,
     triton,
-    wide,
 )
-from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
 
 if triton is not None:
-    from schedlang.kernels.device import load_rows, load_vector, rounded, store_rows, tile_of
     from schedlang.kernels.gated import activation
+    from schedlang.kernels.kernel_device import load_rows, load_vector, rounded, store_rows, tile_of
 
 # elements of a group with a mean, sum or gate; with twice as many some registers spill
-LONGEST_OF_MORE = 8192
+MAX_ROW_WITH_EXTRAS = 8192
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Form:
     @property
     def longest(self) -> int:
         """The largest row that the kernel supports without a residual sum."""
-        return (LONGEST_OF_MORE if self.centred or self.act else LONGEST) * self.groups
+        return (MAX_ROW_WITH_EXTRAS if self.centred or self.act else MAX_ROW) * self.groups
 
 
 def norm(
@@ -95,7 +95,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (a + b, its norm) of two tensors of one shape.
 
-    The sum has the wider of the two dtypes (see `fits`). Differentiable once, in all four.
+    The sum has the wider of the two dtypes (see `can_add`). Differentiable once, in all four.
     """
     if torch.promote_types(a.dtype, b.dtype) != a.dtype:
         a, b = b, a
@@ -103,7 +103,7 @@ def add_norm(
     return total, y
 
 
-def fits(a: Tensor, b: Tensor) -> bool:
+def can_add(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have one shape, and their sum has the dtype of one of them."""
     alike = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
     return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
@@ -113,7 +113,7 @@ def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, gate: Tensor | None = None
 ) -> Tensor:
     """Compute `norm` by plain torch operations, in float32 or the input's wider dtype."""
-    return forward_of(x, gate, weight, bias, form)[0]
+    return reference_forward(x, gate, weight, bias, form)[0]
 
 
 def add_reference(
@@ -124,7 +124,7 @@ def add_reference(
     return total, reference(total, weight, bias, form)
 
 
-def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> torch.dtype:
+def result_dtype(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> torch.dtype:
     """Return the dtype of a norm's result.
 
     Rounded early, a wider weight or bias makes it wider, unless a gate comes after it.
@@ -135,33 +135,33 @@ def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> tor
     return found if bias is None else torch.promote_types(found, bias.dtype)
 
 
-def parts_of(value: Tensor, groups: int) -> Tensor:
+def split_groups(value: Tensor, groups: int) -> Tensor:
     """Split the last dim into groups of one size: [..., groups, size of a group]."""
     return value.reshape(*value.shape[:-1], groups, value.shape[-1] // groups)
 
 
-def forward_of(
+def reference_forward(
     x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, mean, 1 / deviation of each group of a row) by plain torch operations.
 
     The mean of an RMSNorm is zero.
     """
-    kind = wide(x, gate, weight, bias)
+    kind = compute_dtype(x, gate, weight, bias)
     lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
     value = x.to(kind) * lever if lever is not None and form.first else x.to(kind)
-    parts = parts_of(value, form.groups)
+    parts = split_groups(value, form.groups)
     mean = parts.mean(-1) if form.centred else parts.new_zeros(parts.shape[:-1])
     parts = parts - mean.unsqueeze(-1) if form.centred else parts
     rstd = torch.rsqrt(parts.square().mean(-1) + _eps(form, kind))
-    y = scaled((parts * rstd.unsqueeze(-1)).flatten(-2), x.dtype, weight, form)
+    y = apply_weight((parts * rstd.unsqueeze(-1)).flatten(-2), x.dtype, weight, form)
     if bias is not None:
         y = y + (bias.to(kind) if form.rounding == "late" else bias)
     y = y * lever if lever is not None and not form.first else y
-    return y.to(result_of(x, weight, bias, form)), mean, rstd
+    return y.to(result_dtype(x, weight, bias, form)), mean, rstd
 
 
-def scaled(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Tensor:
+def apply_weight(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Tensor:
     """Multiply the normalised value of an input of dtype `kind` by its weight.
 
     Early rounding gives `kind`; late rounding keeps the dtype of `normal`.
@@ -172,7 +172,7 @@ def scaled(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Ten
     return normal.to(kind) * scale if form.rounding == "early" else normal * scale.to(normal.dtype)
 
 
-def backward_of(
+def reference_backward(
     dy: Tensor,
     x: Tensor,
     gate: Tensor | None,
@@ -186,21 +186,21 @@ def backward_of(
     The gradient of the bias has the dtype of the weight, and is empty for an RMSNorm; the gradient
     of the gate is empty without one.
     """
-    kind = torch.promote_types(wide(x, gate, weight), rstd.dtype)
+    kind = torch.promote_types(compute_dtype(x, gate, weight), rstd.dtype)
     value, grad, size = x.to(kind), dy.to(kind), x.shape[-1]
     lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
     by_lever = value
-    parts = parts_of(value * lever if lever is not None and form.first else value, form.groups)
+    parts = split_groups(value * lever if lever is not None and form.first else value, form.groups)
     parts = parts if mean is None else parts - mean.unsqueeze(-1)
     normal = (parts * rstd.unsqueeze(-1)).flatten(-2)
     if lever is not None and not form.first:
-        by_lever = grad * scaled(normal, x.dtype, weight, form).to(kind)
+        by_lever = grad * apply_weight(normal, x.dtype, weight, form).to(kind)
         grad = grad * lever
     factor = normal.to(x.dtype).to(kind) if form.rounding == "early" else normal
     dweight = (grad * factor).reshape(-1, size).sum(0)
     dbias = grad.reshape(-1, size).sum(0) if form.centred else grad.new_empty(0)
-    inner = scaled(grad, kind, weight, replace(form, rounding="late"))
-    inner, normal = parts_of(inner, form.groups), parts_of(normal, form.groups)
+    inner = apply_weight(grad, kind, weight, replace(form, rounding="late"))
+    inner, normal = split_groups(inner, form.groups), split_groups(normal, form.groups)
     dparts = inner - normal * (inner * normal).mean(-1, keepdim=True)
     dparts = dparts - inner.mean(-1, keepdim=True) if form.centred else dparts
     dx = (rstd.unsqueeze(-1) * dparts).flatten(-2)
@@ -446,17 +446,17 @@ def norm_forward(
     form = Form(bool(centred), eps, offset, rounding, act, first, groups)
     assert centred or bias is None, "an RMSNorm with a bias"
     assert bool(act) == (gate is not None), "an activation, and a gate"
-    longest = form.longest if other is None else LONGEST_OF_MORE
-    if not runs_kernel(x, other, gate, weight, bias, longest=longest):
-        count(False)
+    longest = form.longest if other is None else MAX_ROW_WITH_EXTRAS
+    if not can_run_kernel(x, other, gate, weight, bias, longest=longest):
+        count_kernel_run(False)
         return _by_torch(x, other, gate, weight, bias, form)
-    total, y, mean, rstd = forward(
+    total, y, mean, rstd = launch_forward(
         forward_kernel,
         (x, other, gate),
         (weight, bias),
-        (None if other is None else x.dtype, result_of(x, weight, bias, form)),
+        (None if other is None else x.dtype, result_dtype(x, weight, bias, form)),
         2,
-        _eps(form, wide(x, weight)),
+        _eps(form, compute_dtype(x, weight)),
         offset,
         BIAS=bias is not None,
         **_constants(x, weight, other, form),
@@ -473,7 +473,7 @@ def _by_torch(
     x: Tensor, other: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x if other is None else x + other
-    y, mean, rstd = (t.contiguous() for t in forward_of(total, *given))
+    y, mean, rstd = (t.contiguous() for t in reference_forward(total, *given))
     return x.new_empty(0) if other is None else total.contiguous(), y, mean, rstd
 
 
@@ -500,11 +500,11 @@ def norm_backward(
     of the gate is empty without one. An RMSNorm needs no `mean`.
     """
     form = Form(bool(centred), None, offset, rounding, act, first, groups)
-    longest = form.longest if dtotal is None else LONGEST_OF_MORE
-    if not runs_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
-        count(False)
+    longest = form.longest if dtotal is None else MAX_ROW_WITH_EXTRAS
+    if not can_run_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
+        count_kernel_run(False)
         return _backward_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
-    dx, dgate, dweight, *more = backward(
+    dx, dgate, dweight, *more = launch_backward(
         backward_kernel,
         (dy, x, dtotal, gate),
         (weight, mean, rstd),
@@ -526,7 +526,7 @@ def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor
 def _backward_by_torch(
     dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, dbias, dgate = backward_of(dy, x, *given)
+    dx, dweight, dbias, dgate = reference_backward(dy, x, *given)
     dx = dx if dtotal is None else dx + dtotal
     return dx.contiguous(), dweight.contiguous(), dbias.contiguous(), dgate.contiguous()
 

@@ -16,29 +16,33 @@ from torch import Tensor, nn
 
 from schedlang.kernels import liger
 from schedlang.kernels.gated import ACTIVATIONS
-from schedlang.kernels.norm import Case, Form, parts_of, reference
+from schedlang.kernels.norm import Case, Form, reference, split_groups
 from schedlang.kernels.probe import (
     TOLERANCE,
     Mismatch,
     bare_copy,
-    gradients_apart,
+    gradients_distance,
     inputs_of,
     one_input,
-    relative,
-    rows_of,
+    random_rows,
+    relative_error,
     run_rows,
 )
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 
-SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
-RUNS = (("float32", 7), ("bfloat16", 7), ("float32", 1))  # dtypes and rows of a kernel's test cases
-LIBRARY = ("liger.rms_norm", "liger.layer_norm")  # kernels of an installed library
+INPUT_SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
+CASE_KINDS = (
+    ("float32", 7),
+    ("bfloat16", 7),
+    ("float32", 1),
+)  # dtypes and rows of a kernel's test cases
+LIBRARY_KERNELS = ("liger.rms_norm", "liger.layer_norm")  # kernels of an installed library
 _GATE = "rms_norm with a gate"
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormForm:
     """The norm that a module computes, in the form of its kernel, and names in the module.
 
     weight   name of a parameter; None: a weight of ones
@@ -68,10 +72,10 @@ class Norm:
         """Return test cases of the kernel in this form, for the trial of a schedule."""
         made = liger.Case if self.library else Case
         bias = self.bias is not None
-        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in RUNS]
+        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in CASE_KINDS]
 
 
-def probe_named(module: nn.Module, kernel: str) -> Norm | Mismatch:
+def probe_library_norm(module: nn.Module, kernel: str) -> NormForm | Mismatch:
     """Match a kernel of LIBRARY against `module`; return why if it differs."""
     found = probe_norm(module)
     wanted = kernel.rpartition(".")[2]
@@ -93,7 +97,7 @@ def probe_named(module: nn.Module, kernel: str) -> Norm | Mismatch:
 # -----------------------------------------------------
 
 
-def size_of(module: nn.Module) -> int:
+def row_size(module: nn.Module) -> int:
     """Return the size of a row; 24 if neither a parameter nor the module gives one."""
     for parameter in module.parameters():
         return parameter.numel()
@@ -107,7 +111,7 @@ def vectors_of(module: nn.Module, size: int) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) or {"": ones}
 
 
-def structure(module: nn.Module) -> Mismatch | None:
+def why_not_norm(module: nn.Module) -> Mismatch | None:
     """Return why a module cannot be a norm, by its parameters, children and buffers; else None."""
     params = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None:
@@ -149,7 +153,7 @@ def named_eps(module: nn.Module, eps: float) -> float | None:
     return named if abs(named - eps) <= 1e-6 * eps else None
 
 
-def follows_type(eps: float) -> bool:
+def is_dtype_spacing(eps: float) -> bool:
     """Return whether an eps that was measured in float64 is the spacing of float64."""
     spacing = torch.finfo(torch.float64).eps
     return abs(eps - spacing) <= 1e-3 * spacing
@@ -186,18 +190,18 @@ class _Fit:
         return lambda x, *gate: reference(x, weight, bias, self.form, *gate)
 
 
-def takes_gate(module: nn.Module) -> bool:
+def has_gate(module: nn.Module) -> bool:
     """Return whether the module's forward has exactly one argument beside its input."""
     return len(inputs_of(module)) == 2
 
 
-def probe_norm(module: nn.Module, gates: bool = False) -> Norm | Mismatch:
+def probe_norm(module: nn.Module, gates: bool = False) -> NormForm | Mismatch:
     """Return the norm that `module` computes, or the measured reason why it is none.
 
     `gates`: also accept a norm with a gate, its second argument.
     """
-    gate = gates and takes_gate(module)
-    refused = structure(module) or (None if gate else one_input(module))
+    gate = gates and has_gate(module)
+    refused = why_not_norm(module) or (None if gate else one_input(module))
     if refused:
         return refused
     if not gate:
@@ -217,15 +221,15 @@ class _Probe:
     """One module, and its copy in float64; `inputs` has two names if it has a gate."""
 
     def __init__(self, module: nn.Module, inputs: tuple[str, ...]) -> None:
-        self.module, self.inputs, self.size = module, inputs, size_of(module)
+        self.module, self.inputs, self.size = module, inputs, row_size(module)
         self.copied = bare_copy(module, torch.float64)
         self.params = vectors_of(self.copied, self.size)
 
-    def run(self) -> Norm | Mismatch:
+    def run(self) -> NormForm | Mismatch:
         """Return the norm that the module computes, or a Mismatch."""
         with torch.random.fork_rng(devices=[]):
             try:
-                with ambient(Float64):
+                with enter_modes(Float64):
                     fit = self.nearest()
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
                 more = "with such a gate" if self.inputs else "alone"
@@ -250,27 +254,29 @@ class _Probe:
 
     def given(self, *seeds: int, rows: int = 16) -> list[Tensor]:
         """Return random rows, and rows of a gate if there is one."""
-        return [rows_of(self.size, seed, rows) for seed in seeds[: 1 + bool(self.inputs)]]
+        return [random_rows(self.size, seed, rows) for seed in seeds[: 1 + bool(self.inputs)]]
 
     @torch.no_grad()
     def distance(self, fit: _Fit) -> float:
         """Return the largest relative difference over scales of the input, in training and
         evaluation."""
         worst = 0.0
-        for number, scale in enumerate(SCALES):
+        for number, scale in enumerate(INPUT_SCALES):
             x, *gate = self.given(10 + number, 40 + number)
             expected = fit.of(self.params)(x * scale, *gate)
             for training in (True, False):
                 self.copied.training = training
                 made = run_rows(self.copied, x * scale, *gate)
-                worst = max(worst, relative(made, expected))
+                worst = max(worst, relative_error(made, expected))
         return worst
 
     def gradient_distance(self, fit: _Fit) -> float:
         """Return the largest relative difference of a gradient, of the inputs or of a parameter."""
         given = [t.requires_grad_() for t in self.given(20, 22)]
         leaves = [*given, *(p for p in self.params.values() if p.requires_grad)]
-        return gradients_apart(run_rows(self.copied, *given), fit.of(self.params)(*given), leaves)
+        return gradients_distance(
+            run_rows(self.copied, *given), fit.of(self.params)(*given), leaves
+        )
 
     # candidates
 
@@ -287,7 +293,7 @@ class _Probe:
         near = (shift.norm() + 1.0) * TOLERANCE
         bias = next((n for n, p in self.params.items() if (shift - p).norm() <= near), None)
         weight = next((p for name, p in self.params.items() if name != bias), shift)
-        large, small = rows_of(self.size) * 1e3, rows_of(self.size, seed=2) * 1e-10
+        large, small = random_rows(self.size) * 1e3, random_rows(self.size, seed=2) * 1e-10
         far, close = (run_rows(self.copied, x, *ones) - shift for x in (large, small))
         for bare in self._bare(ones):
             normal = reference(large, torch.ones_like(weight), None, bare, *ones)
@@ -296,7 +302,7 @@ class _Probe:
             lever = float(ACTIVATIONS[bare.act](ones[0].flatten()[0])) if ones else 1.0
             inner = inner * lever if bare.first else inner
             scaled = inner * scale * (1.0 if bare.first else lever)
-            eps = _fit_eps(*(parts_of(t, bare.groups) for t in (close, scaled, inner)))
+            eps = _fit_eps(*(split_groups(t, bare.groups) for t in (close, scaled, inner)))
             yield _Fit(replace(bare, offset=offset, eps=eps), bias)
 
     def _bare(self, ones: list[Tensor]) -> Iterator[Form]:
@@ -308,7 +314,7 @@ class _Probe:
 
     def _groups(self, ones: Tensor) -> int | None:
         """Return the number of groups of a row, by the numbers that depend on the first."""
-        x = rows_of(self.size)
+        x = random_rows(self.size)
         other = x.clone()
         other[..., 0] += 1.0
         both = [run_rows(self.copied, each, ones) for each in (x, other)]
@@ -319,7 +325,7 @@ class _Probe:
 
     # eps as it is written, and roundings
 
-    def finished(self, fit: _Fit) -> Norm | Mismatch:
+    def finished(self, fit: _Fit) -> NormForm | Mismatch:
         """Return the norm with its eps as the module writes it, and its order of rounding."""
         weight = next(name for name in self.params if name != fit.bias)
         if len(self.params) - 1 != (fit.bias is not None):
@@ -327,7 +333,7 @@ class _Probe:
             return Mismatch(f"has parameters that do not change its output: {unused}")
         eps = fit.form.eps
         assert eps is not None
-        if self.inputs and follows_type(eps):
+        if self.inputs and is_dtype_spacing(eps):
             return Mismatch(
                 "has an eps that depends on the dtype of the computation, which this kernel does"
                 " not support"
@@ -339,20 +345,20 @@ class _Probe:
         if isinstance(rounding, Mismatch):
             return rounding
         form = replace(fit.form, rounding=rounding)
-        return Norm(self.size, weight or None, fit.bias, form, self.inputs)
+        return NormForm(self.size, weight or None, fit.bias, form, self.inputs)
 
     def written_eps(self, fit: _Fit, eps: float) -> float | None:
         """Return the eps as the module writes it: an attribute of its own, else rounded to nine
         digits."""
         named = named_eps(self.module, eps)
-        if named is None and follows_type(eps):
+        if named is None and is_dtype_spacing(eps):
             single = bare_copy(self.module, torch.float32)
-            x = (rows_of(self.size, seed=30) * 1e-3).float()
+            x = (random_rows(self.size, seed=30) * 1e-3).float()
             form = replace(fit.form, eps=torch.finfo(torch.float32).eps)
             exact = {name: p.double() for name, p in vectors_of(single, self.size).items()}
             with torch.no_grad():
                 expected = replace(fit, form=form).of(exact)(x.double())
-                if relative(run_rows(single, x), expected) <= 1e-6:
+                if relative_error(run_rows(single, x), expected) <= 1e-6:
                     return None
         return float(f"{eps:.9g}") if named is None else named
 

@@ -2,7 +2,7 @@
 
 The copy has the module's own forward and new random float64 parameters on the CPU, so that a module
 on the meta device, or with sharded parameters, is probed like any other. Hooks are not copied. A
-result holds for all modules that are equal in all that the probe could read (`judged`).
+result holds for all modules that are equal in all that the probe could read (`probe_once`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Mismatch:
     @classmethod
     def raised(cls, what: str, error: Exception) -> Mismatch:
         """Return a mismatch with `what` and the first line of the module's own error."""
-        return cls(f"{what}: {first_line(error)}")
+        return cls(f"{what}: {error_line(error)}")
 
 
-def first_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
@@ -128,14 +128,14 @@ def one_input(module: nn.Module) -> Mismatch | None:
     return None
 
 
-def rows_of(size: int, seed: int = 1, rows: int = 16) -> Tensor:
+def random_rows(size: int, seed: int = 1, rows: int = 16) -> Tensor:
     """Return standard normal rows [2, rows / 2, size] in float64."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, rows // 2, size)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def relative(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference divided by that of `b`; infinite for NaN."""
     far = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
     return far if math.isfinite(far) else math.inf
@@ -150,23 +150,23 @@ def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
     return y
 
 
-def gradients_apart(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> float:
+def gradients_distance(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> float:
     """Return the largest relative difference of gradients of two results of the same leaves.
 
     Infinite if one of the results does not depend on one of the leaves.
     """
     if not y.requires_grad:
         return float("inf")
-    grad = rising(y)
+    grad = distinct_gradient(y)
     found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     exact = torch.autograd.grad(expected, leaves, grad.to(expected.dtype), allow_unused=True)
     return max(
-        math.inf if a is None or b is None else relative(a, b)
+        math.inf if a is None or b is None else relative_error(a, b)
         for a, b in zip(found, exact, strict=True)
     )
 
 
-def rising(y: Tensor) -> Tensor:
+def distinct_gradient(y: Tensor) -> Tensor:
     """Return a gradient for a result in which every element differs, from -1 to 1."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
 
@@ -178,31 +178,34 @@ def rising(y: Tensor) -> Tensor:
 # not read it.
 
 
-Found = TypeVar("Found")
-PLACES = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
+ProbeResult = TypeVar("ProbeResult")
+POSITION_NAMES = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
 _MODULE_ATTRIBUTES = frozenset(("_parameters", "_buffers", "_modules", *vars(nn.Module())))
 _HOOK_ATTRIBUTES = frozenset(name for name in _MODULE_ATTRIBUTES if name.endswith("_hooks"))
 # elements of a buffer up to which values are compared; larger buffers are compared by identity
 _MAX_COMPARED = 2**20
 
 
-def judged(
+def probe_once(
     module: nn.Module,
-    probe: Callable[[nn.Module], Found | Mismatch],
+    probe: Callable[[nn.Module], ProbeResult | Mismatch],
     known: MutableMapping[Any, Any],
     about: Hashable,
-) -> Found | Mismatch:
+) -> ProbeResult | Mismatch:
     """Return the result of `probe` for a module; equal modules are probed once.
 
     `known` caches results, `about` is the subject of the probe. A mismatch is always cached for
     modules in the same position only.
     """
-    keys = [("probe", about, seen(module)), ("probe", about, seen(module, PLACES))]
+    keys = [
+        ("probe", about, module_key(module)),
+        ("probe", about, module_key(module, POSITION_NAMES)),
+    ]
     found = next((known[key] for key in keys if key in known), None)
     if found is not None:
         return found  # type: ignore[no-any-return]
     if keys[0] != keys[1]:
-        twin, read = watched(module)
+        twin, read = record_position_reads(module)
         found = probe(twin)
         if not read and not isinstance(found, Mismatch):
             known[keys[1]] = found
@@ -211,7 +214,7 @@ def judged(
     return known[keys[0]]  # type: ignore[no-any-return]
 
 
-def seen(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
+def module_key(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
     """Return a key that is equal for equal modules, ignoring attributes of these names."""
     return _module_key(module, but), *_shared(module)
 
@@ -270,7 +273,7 @@ def _buffer_key(buffer: Tensor) -> Hashable:
     return buffer.shape, buffer.dtype, plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def watched(module: nn.Module) -> tuple[nn.Module, list[str]]:
+def record_position_reads(module: nn.Module) -> tuple[nn.Module, list[str]]:
     """Return a copy of the module that records reads of its position, and the list of names read.
 
     Its parameters, buffers and other attributes are the module's own.
@@ -283,7 +286,7 @@ def watched(module: nn.Module) -> tuple[nn.Module, list[str]]:
             made = done[id(part)] = copy.copy(part)
             own = made.__dict__
             own["_modules"] = {n: c if c is None else twin(c) for n, c in part._modules.items()}
-            places = [name for name in PLACES if name in own]
+            places = [name for name in POSITION_NAMES if name in own]
             if places:
                 made.__class__ = _recording_class(type(part), places, read)
         return done[id(part)]

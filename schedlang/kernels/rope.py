@@ -17,10 +17,17 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, launch, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import (
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_kernel,
+    tl,
+    triton,
+)
 
 if triton is not None:
-    from schedlang.kernels.device import rounded
+    from schedlang.kernels.kernel_device import rounded
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Form:
     keeps: bool = False
 
 
-def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form) -> Any:
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form) -> Any:
     """Rotate q and k; only q if `k` is None. `cos` and `sin` are [rows or 1, tokens, angles].
 
     Differentiable in `q` and `k`, any number of times.
@@ -85,7 +92,7 @@ def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
     kind = _result_dtype(x, cos, form)
     if not form.early:
-        inner = wide(x, cos)
+        inner = compute_dtype(x, cos)
         x, cos, sin = x.to(inner), cos.to(inner), sin.to(inner)
     a, b = _split(x[..., :width], form.paired if back else form.pairs)
     (c, d), (s, t) = _angles(cos, width, form), _angles(sin, width, form)
@@ -271,7 +278,7 @@ if triton is not None:
             )
 
 
-def lines(heads: int, half: int) -> int:
+def heads_per_program(heads: int, half: int) -> int:
     """Return the number of heads that a program rotates at a time."""
     return max(1, min(_next_power(heads), 2048 // _next_power(half)))
 
@@ -302,7 +309,7 @@ def _launch(
     heads = [x.shape[form.heads] for x in (first, last)]
     strides = [s for x in (first, last, made[0], made[-1]) for s in _strides(x, form.heads)]
     angles = [s for t in tables for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
-    launch(
+    launch_kernel(
         turn_kernel,
         (rows * tokens,),
         first,
@@ -323,8 +330,8 @@ def _launch(
         EARLY=early,
         BACK=back,
         KEYS=k is not None,
-        Q_LINES=lines(heads[0], half),
-        K_LINES=lines(heads[1], half),
+        Q_LINES=heads_per_program(heads[0], half),
+        K_LINES=heads_per_program(heads[1], half),
         HALF=_next_power(half),
         REST=_next_power(size - width) if size > width else 0,
         warps=4,
@@ -349,8 +356,8 @@ def rope_turn(
 ) -> tuple[Tensor, Tensor]:
     """Rotate (q, k), or rotate them back; the second result is empty without `k`."""
     form = Form(pairs, paired, own, heads, early, keeps)
-    kernel = runs_kernel(q, k, cos, sin, longest=None)
-    count(kernel)
+    kernel = can_run_kernel(q, k, cos, sin, longest=None)
+    count_kernel_run(kernel)
     return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, back)
 
 
@@ -417,7 +424,7 @@ class Case(check.Case):
         q, k = given["query"], given["key"]
         cos, sin = (t.to(q.device, q.dtype) for t in (angle.cos(), angle.sin()))
         if kernel:
-            turned = rope(q, k, cos, sin, width, self.form)
+            turned = rotate(q, k, cos, sin, width, self.form)
         else:
             turned = tuple(reference(x, cos, sin, width, self.form) for x in (q, k))
         return torch.cat(turned, self.form.heads)

@@ -24,12 +24,12 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir import pytree
 
 
-def called(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+def run_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Run a model on the keys of a batch that its forward accepts; return its output."""
-    return model(**taken(model, batch))
+    return model(**accepted_inputs(model, batch))
 
 
-def taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a batch that a forward accepts; all of them if it has `**kwargs`."""
     names = named_arguments(model)
     return {key: value for key, value in batch.items() if names is None or key in names}
@@ -65,17 +65,19 @@ _of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
 
 
 Batch = Mapping[str, Any]
-Shares = int | tuple[int, ...]  # a number of equal shares, or one weight for each share
+RowShares = int | tuple[int, ...]  # a number of equal shares, or one weight for each share
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Some rows of a batch, or some tokens of these rows, as keyword arguments; and row numbers."""
 
     inputs: dict[str, Any]
     rows: tuple[int, ...]
-    shard: Any = None  # the layout of its tokens, if ranks split sequences
-    weighed: dict[str, Any] | None = None  # what its weight is computed from; None: its inputs
+    token_shard: Any = None  # the layout of its tokens, if ranks split sequences
+    weight_inputs: dict[str, Any] | None = (
+        None  # what its weight is computed from; None: its inputs
+    )
 
 
 def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
@@ -84,14 +86,14 @@ def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
     `inside`: also the tensors of objects that hold several samples.
     """
     values = dict(batch)
-    if pytree.flat(values):
+    if pytree.is_flat(values):
         return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
-    closed = None if inside else pytree.separable
+    closed = None if inside else pytree.is_sample_batch
     leaves, _ = pytree.tree_flatten_with_path(values, closed)
-    return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
+    return {dotted_path(keys): value for keys, value in leaves if isinstance(value, Tensor)}
 
 
-def dotted(keys: Sequence[Any]) -> str:
+def dotted_path(keys: Sequence[Any]) -> str:
     """Return the path that pytree gives for a nested value as dotted text: `side.scale.0`."""
     words = (
         [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
@@ -99,7 +101,7 @@ def dotted(keys: Sequence[Any]) -> str:
     return ".".join(str(word[0]) for word in words)
 
 
-def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
+def with_leaf_tensors(batch: Batch, grad: bool = True) -> dict[str, Any]:
     """Copy a batch with its float tensors as new leaves, which get gradients if `grad`."""
 
     def as_leaf(value: Any) -> Any:
@@ -111,7 +113,7 @@ def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
     return out
 
 
-def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+def batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return the batch with its tensors on a device, copied only if they are elsewhere."""
 
     def to_device(value: Any) -> Any:
@@ -121,7 +123,7 @@ def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
     return out
 
 
-def check_mapping(batch: object) -> None:
+def check_batch(batch: object) -> None:
     """Refuse (S619) a batch that is not a dict with names as keys."""
     if not isinstance(batch, Mapping):
         help_ = "give the model's keyword arguments: `{'input_ids': ids}`"
@@ -135,19 +137,19 @@ def check_mapping(batch: object) -> None:
         raise Refusal.of("S619", title, notes=(f"this one is {other!r}",), helps=helps)
 
 
-def rows_of(batch: Batch) -> int:
+def row_count(batch: Batch) -> int:
     """Return the number of rows (samples) of a batch: the size of dim 0 of its first tensor with
     dims.
 
     Raises Refusal S605 for a batch that has none.
     """
-    if pytree.flat(batch):
+    if pytree.is_flat(batch):
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
                 return value.shape[0]
     _check_lists(batch)
-    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.separable):
-        if pytree.separable(value):
+    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.is_sample_batch):
+        if pytree.is_sample_batch(value):
             return int(value.num_graphs)
     for value in named_tensors(batch).values():
         if value.ndim:
@@ -183,10 +185,10 @@ def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
     """List objects with tensors that cannot be split: key, object (a list's first), samples if
     known."""
     found: list[tuple[str, Any, int | None]] = []
-    for key, value in () if pytree.flat(batch) else batch.items():
+    for key, value in () if pytree.is_flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
         one = value[0] if listed else value
-        if pytree.closed(one):
+        if pytree.is_opaque(one):
             counts = (getattr(one, word, None) for word in ("num_graphs", "batch_size"))
             count = len(value) if listed else next((c for c in counts if isinstance(c, int)), None)
             found.append((key, one, count))
@@ -232,7 +234,7 @@ def _check_lists(batch: Batch) -> None:
         )
 
 
-def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
+def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
     """Take consecutive rows of each tensor with as many rows as the batch; keep all else as it is.
 
     count  the rows of the batch
@@ -242,13 +244,13 @@ def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
     first, last = rows[0], rows[-1] + 1
 
     def part(value: Any) -> Any:
-        if pytree.separable(value):
+        if pytree.is_sample_batch(value):
             return _of_samples(value, first, last) if value.num_graphs == count else value
         whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[first:last] if whole else value
 
     given = dict(batch)
-    if pytree.flat(given):  # nothing in it is made of samples
+    if pytree.is_flat(given):  # nothing in it is made of samples
         if len(rows) == count:
             return given
         return {
@@ -257,7 +259,7 @@ def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
             else value
             for name, value in given.items()
         }
-    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.separable)
+    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.is_sample_batch)
     return whole
 
 
@@ -284,7 +286,7 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
         ) from error
 
 
-def shares(count: int, parts: Shares) -> list[range]:
+def split_rows(count: int, parts: RowShares) -> list[range]:
     """Split `count` rows into consecutive ranges that differ by at most one row, larger ones first.
 
     With weights, there is one range for each weight; remaining rows go to the weights with the
@@ -303,48 +305,50 @@ def shares(count: int, parts: Shares) -> list[range]:
     return [range(a, b) for a, b in zip(ends, ends[1:])]
 
 
-def split(batch: Batch, replicas: Shares, micro: int) -> list[list[Part]]:
+def split_batch(batch: Batch, replicas: RowShares, micro: int) -> list[list[BatchPart]]:
     """Split a batch among `replicas` data-parallel ranks, and the rows of each into microbatches.
 
     `micro` is the number of microbatches. Raises Refusal S606 if there are fewer rows than parts.
     """
     count = _enough(batch, replicas, micro)
     every = _rows(count, replicas, micro)
-    return [[Part(cut(batch, rows, count), rows) for rows in parts] for parts in every]
+    return [[BatchPart(select_rows(batch, rows, count), rows) for rows in parts] for parts in every]
 
 
 @lru_cache(maxsize=8)  # most steps have as many rows as the step before
-def _rows(count: int, replicas: Shares, micro: int) -> list[list[tuple[int, ...]]]:
+def _rows(count: int, replicas: RowShares, micro: int) -> list[list[tuple[int, ...]]]:
     """Return the row numbers of each part; the result is shared, do not change it."""
-    every = shares(count, replicas)
-    return [[tuple(one[k.start : k.stop]) for k in shares(len(one), micro)] for one in every]
+    every = split_rows(count, replicas)
+    return [[tuple(one[k.start : k.stop]) for k in split_rows(len(one), micro)] for one in every]
 
 
-def sample_of(batch: Batch, replicas: Shares, micro: int) -> dict[str, Any]:
+def largest_part(batch: Batch, replicas: RowShares, micro: int) -> dict[str, Any]:
     """Return the first of the largest parts, without making the others. Raises Refusal S606."""
     count = _enough(batch, replicas, micro)
     if isinstance(replicas, int):
         share = range((count + replicas - 1) // replicas)
     else:
-        share = max(shares(count, replicas), key=len)
-    return cut(batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count)
+        share = max(split_rows(count, replicas), key=len)
+    return select_rows(
+        batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count
+    )
 
 
-def even(batch: Batch, replicas: Shares, micro: int) -> bool:
+def splits_evenly(batch: Batch, replicas: RowShares, micro: int) -> bool:
     """Return whether all parts have the same number of rows."""
     if isinstance(replicas, int):
-        return rows_of(batch) % (replicas * micro) == 0
-    sizes = {len(share) for share in shares(rows_of(batch), replicas)}
+        return row_count(batch) % (replicas * micro) == 0
+    sizes = {len(share) for share in split_rows(row_count(batch), replicas)}
     return len(sizes) == 1 and sizes.pop() % micro == 0
 
 
-def _enough(batch: Batch, among: Shares, micro: int) -> int:
+def _enough(batch: Batch, among: RowShares, micro: int) -> int:
     """Return the rows of a batch; raise Refusal S606 if a replica has fewer than `micro` rows."""
-    count, dealt = rows_of(batch), ""
+    count, dealt = row_count(batch), ""
     if isinstance(among, int):
         replicas, least, needed = among, count // among, among * micro
     else:
-        each = (min(map(len, shares(rows, among))) for rows in itertools.count(count))
+        each = (min(map(len, split_rows(rows, among))) for rows in itertools.count(count))
         replicas, least = len(among), next(each)
         needed = (
             count
@@ -368,24 +372,24 @@ def _enough(batch: Batch, among: Shares, micro: int) -> int:
 
 
 @dataclass(frozen=True)
-class Absent:
+class MissingOutput:
     """Placeholder in an output for a value that cannot be put together from the parts."""
 
     reason: str
     place: str = ""  # if more than this leaf is missing: the path of all that is missing
 
 
-def is_output(value: Any) -> bool:
-    """Return whether a leaf of an output can be put together, or is `Absent`."""
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+def can_stack(value: Any) -> bool:
+    """Return whether a leaf of an output can be put together, or is `MissingOutput`."""
+    return isinstance(value, (Tensor, MissingOutput, bool, int, float, str, type(None)))
 
 
-def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+def stack_outputs(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """Put the outputs of parts together to the output for the whole batch.
 
     Tensors with one row per sample, or the same number of rows per sample, are concatenated, and so
     are lists with an entry for each sample. Other floating-point numbers (losses) are averaged by
-    weight. Any other value is kept if it is equal in all parts; else it is `Absent`.
+    weight. Any other value is kept if it is equal in all parts; else it is `MissingOutput`.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)
@@ -412,11 +416,11 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
         if lengths == list(rows) and len(set(rows)) > 1:
             return type(first)(one for value in values for one in value)
         if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
-            return Absent("whether its entries are those of samples is not known")
+            return MissingOutput("whether its entries are those of samples is not known")
     flat = [_one_level(value) for value in values]
     spec = flat[0][1]
     if any(other != spec for _, other in flat[1:]):
-        return Absent(f"parts of a `{type(first).__name__}` are not of one length")
+        return MissingOutput(f"parts of a `{type(first).__name__}` are not of one length")
     if spec.is_leaf():
         return _stacked(values, rows, weights)
     children = zip(*(leaves for leaves, _ in flat))
@@ -435,26 +439,26 @@ def _of_one(entry: Any, count: int) -> bool:
 
 def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
-    absent = next((v for v in values if isinstance(v, Absent)), None)
+    absent = next((v for v in values if isinstance(v, MissingOutput)), None)
     if absent is not None or len(values) == 1:
         return absent or first
     if all(isinstance(v, Tensor) for v in values):
         if _by_rows(values, rows):
             if _either_dim(values, rows):
-                return Absent("which of its dims has the rows is not known")
+                return MissingOutput("which of its dims has the rows is not known")
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():
             return _mean(values, weights)
         if alike and all(torch.equal(v, first) for v in values):
             return first
-        return Absent("its parts cannot be concatenated")
+        return MissingOutput("its parts cannot be concatenated")
     if all(isinstance(v, float) for v in values):
         return _mean(values, weights)
     plain = isinstance(first, (bool, int, str, type(None)))
     if plain and all(type(v) is type(first) and v == first for v in values):
         return first
-    return Absent(f"parts of a `{type(first).__name__}` cannot be concatenated")
+    return MissingOutput(f"parts of a `{type(first).__name__}` cannot be concatenated")
 
 
 def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
@@ -479,13 +483,13 @@ def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
     return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1
 
 
-def forward(
+def run_forward(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
 ) -> tuple[Any, Tensor | None]:
     """Run a model on a batch; return its output and its loss."""
-    output = called(model, batch)
+    output = run_model(model, batch)
     return output, loss_of(output, batch, loss)
 
 
@@ -503,11 +507,11 @@ def loss_of(
     return found if isinstance(found, Tensor) else None
 
 
-LABELS = ("labels", "label", "targets", "target", "y")
-OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
+LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+OUTPUT_NAMES = ("logits", "sample", "prediction", "last_hidden_state")
 
 
-def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
+def no_loss_diagnostic(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     """Return the diagnostic (S615) of a model without a loss, and propose a loss function."""
     return Diagnostic(
         "S615",
@@ -524,7 +528,9 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     )
 
 
-def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = None) -> Diagnostic:
+def bad_loss_diagnostic(
+    value: Any, model: Any = None, batch: Mapping[str, Any] | None = None
+) -> Diagnostic:
     """Return the diagnostic (S615) of a loss function that does not return one number."""
     if isinstance(value, Tensor) and value.is_complex():
         returned, help_ = "a complex number", "return a real one: `value.real`, or `value.abs()`"
@@ -552,7 +558,7 @@ def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:
     names = named_arguments(model) if model is not None else None
     return [
         f"its forward takes `{name}`, which is not in the batch"
-        for name in LABELS
+        for name in LABEL_NAMES
         if name in (names or ()) and name not in batch
     ]
 
@@ -565,7 +571,7 @@ def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
         return _place(scalar, output)
     if not floats:
         return 'torch.nn.functional.mse_loss(output, batch["target"])'
-    path, value = next((one for one in floats if _word(one[0]) in OUTPUTS), floats[0])
+    path, value = next((one for one in floats if _word(one[0]) in OUTPUT_NAMES), floats[0])
     said, key = _place(path, output), _labels(model, batch)
     label = batch.get(key)
     if isinstance(label, Tensor) and label.is_floating_point():
@@ -580,7 +586,9 @@ def _labels(model: Any, batch: Mapping[str, Any]) -> str:
     """Return the key of the labels: by a usual name, or the first key that the forward rejects."""
     names = named_arguments(model)
     remaining = [key for key in batch if names is not None and key not in names]
-    return next((key for key in LABELS if key in batch), remaining[0] if remaining else LABELS[0])
+    return next(
+        (key for key in LABEL_NAMES if key in batch), remaining[0] if remaining else LABEL_NAMES[0]
+    )
 
 
 def _word(path: Any) -> str:

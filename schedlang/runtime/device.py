@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from schedlang.runtime.inside import Modules
+from schedlang.runtime.submodules import Modules
 
 HOST = torch.device("cpu")
-MOVERS = ("cpu", "cuda")  # methods of tensors that copy to a device of that kind
+DEVICE_METHODS = ("cpu", "cuda")  # methods of tensors that copy to a device of that kind
 _HOST = HOST.type
 _NOT_THERE = "meta"  # shapes without storage
 
 
-class States(Protocol):
+class RandomGenerator(Protocol):
     """A random number generator whose state can be read and set."""
 
     def get_state(self) -> Tensor:
@@ -46,7 +46,7 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def own_device(otherwise: int = 0) -> torch.device:
+def local_device(otherwise: int = 0) -> torch.device:
     """Make the device of this rank current and return it: LOCAL_RANK's, or the CPU without
     accelerator.
 
@@ -65,14 +65,14 @@ def own_device(otherwise: int = 0) -> torch.device:
     return torch.device(kind.type, place)
 
 
-def indexed(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """Return a device with its index: for an accelerator without one, the current index."""
     if device.index is not None or not _accelerates(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def make_current(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Make a device the default for new tensors and kernels of this thread; do nothing for a
     CPU."""
     if _accelerates(device) and device.index is not None:
@@ -90,7 +90,7 @@ def on_host(where: Tensor | torch.device) -> bool:
     return (where.device if isinstance(where, Tensor) else where).type == HOST.type
 
 
-def not_there(where: Tensor | torch.device) -> bool:
+def is_meta(where: Tensor | torch.device) -> bool:
     """Return whether a tensor or device is the meta device: shapes without storage."""
     return (where.device if isinstance(where, Tensor) else where).type == _NOT_THERE
 
@@ -119,12 +119,12 @@ def has_streams(device: torch.device) -> bool:
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """Return a new stream on a device; None: the device has no streams."""
-    return torch.Stream(indexed(device)) if has_streams(device) else None
+    return torch.Stream(with_index(device)) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which this thread's kernels run; None: the device has no streams."""
-    return torch.accelerator.current_stream(indexed(device)) if has_streams(device) else None
+    return torch.accelerator.current_stream(with_index(device)) if has_streams(device) else None
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
@@ -132,30 +132,30 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else stream
 
 
-def follow(stream: torch.Stream | None, first: torch.Stream | None) -> None:
+def queue_stream_wait(stream: torch.Stream | None, first: torch.Stream | None) -> None:
     """Let later work on a stream wait for all work that is now on `first`."""
     if stream is not None and first is not None:
         stream.wait_stream(first)
 
 
-def record(stream: torch.Stream | None) -> torch.Event | None:
+def mark_stream(stream: torch.Stream | None) -> torch.Event | None:
     """Record an event at the end of the work that is now on a stream."""
     return None if stream is None else stream.record_event()
 
 
-def wait(event: torch.Event | None, stream: torch.Stream | None) -> None:
+def queue_event_wait(event: torch.Event | None, stream: torch.Stream | None) -> None:
     """Let later work on a stream wait for an event."""
     if event is not None and stream is not None:
         stream.wait_event(event)
 
 
-def settled(event: torch.Event | None) -> None:
+def host_wait(event: torch.Event | None) -> None:
     """Block the host until an event is reached."""
     if event is not None:
         event.synchronize()
 
 
-def used_on(tensor: Tensor, stream: torch.Stream | None) -> Tensor:
+def hold_for_stream(tensor: Tensor, stream: torch.Stream | None) -> Tensor:
     """Return the tensor; its memory is not reused before the stream has finished with it."""
     if stream is not None and on_accelerator(tensor):
         tensor.record_stream(stream)
@@ -167,29 +167,29 @@ def synchronize(where: torch.device | torch.Stream | None) -> None:
     if isinstance(where, torch.Stream):
         where.synchronize()
     elif where is not None and _accelerates(where):
-        torch.accelerator.synchronize(indexed(where))
+        torch.accelerator.synchronize(with_index(where))
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
+def send_to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor from the host to a device, without blocking the host."""
     if has_streams(device):  # a copy from pageable memory would block
         host = host_empty(host.shape, host.dtype, beside=device).copy_(host)
     return host.to(device, non_blocking=True)
 
 
-def seeded(*words: object) -> torch.Generator:
+def seeded_generator(*words: object) -> torch.Generator:
     """Return a generator on the host whose seed is a hash of the words."""
     digest = hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def at_hand(value: Tensor) -> Tensor | float:
+def host_number(value: Tensor) -> Tensor | float:
     """Return a host tensor of one number as a float, so that no tensor is kept alive; else the
     tensor."""
     return float(value) if value.device.type == _HOST else value
 
 
-def numbers(values: Sequence[Tensor | float]) -> list[float]:
+def plain_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return plain numbers; the host waits at most once for those on a device."""
     values = [v.item() if isinstance(v, Tensor) and v.device.type == _HOST else v for v in values]
     there = [value for value in values if isinstance(value, Tensor)]
@@ -234,7 +234,7 @@ def total_bytes(device: torch.device) -> int | None:
     return None if free_and_total is None else int(free_and_total[1])
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the product name of a device; "" if not known."""
     name = _memory(device, "get_device_name")
     return "" if name is None else str(name)
@@ -244,7 +244,7 @@ def _memory(device: torch.device, name: str) -> Any:
     if not _accelerates(device):
         return None
     function = getattr(torch.get_device_module(device), name, None)
-    return None if function is None else function(indexed(device))
+    return None if function is None else function(with_index(device))
 
 
 # ---- random numbers ---------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class _StateOnlyGenerator:
         self.module.manual_seed(seed)
 
 
-def default_generator(device: torch.device) -> States:
+def default_generator(device: torch.device) -> RandomGenerator:
     """Return the generator that operators on a device use by default."""
     if not _accelerates(device):
         return torch.default_generator
@@ -278,20 +278,20 @@ def default_generator(device: torch.device) -> States:
     if hasattr(module, "init"):
         module.init()  # generators are made with the device's context
     held = getattr(module, "default_generators", None)
-    return held[indexed(device).index] if held else _StateOnlyGenerator(module)
+    return held[with_index(device).index] if held else _StateOnlyGenerator(module)
 
 
-def default_generators(devices: Iterable[torch.device]) -> list[States]:
+def default_generators(devices: Iterable[torch.device]) -> list[RandomGenerator]:
     """Return the CPU's generator, which gives seeds to all devices, and those of the given
     devices."""
-    distinct = {indexed(device): None for device in devices if _accelerates(device)}
+    distinct = {with_index(device): None for device in devices if _accelerates(device)}
     return [torch.default_generator, *(default_generator(device) for device in distinct)]
 
 
 _draw_nothing: set[type] = set()  # classes of attributes of modules that hold no generator
 
 
-def own_generators(inside: Modules) -> list[torch.Generator]:
+def module_generators(inside: Modules) -> list[torch.Generator]:
     """Return the generators that modules hold as plain attributes."""
     candidates = [
         one for _, one in inside if not _draw_nothing.issuperset(map(type, vars(one).values()))
@@ -308,13 +308,13 @@ def own_generators(inside: Modules) -> list[torch.Generator]:
     return list({id(value): value for value in held}.values())
 
 
-class Replayed(AbstractContextManager[None]):
+class RestoredGenerators(AbstractContextManager[None]):
     """A context in which generators have the states from when it was made; it restores them
     after."""
 
-    def __init__(self, generators: Iterable[States]) -> None:
+    def __init__(self, generators: Iterable[RandomGenerator]) -> None:
         self.first = [(one, one.get_state()) for one in generators]
-        self.now: list[list[tuple[States, Tensor]]] = []
+        self.now: list[list[tuple[RandomGenerator, Tensor]]] = []
 
     def __enter__(self) -> None:
         self.now.append([(one, one.get_state()) for one, _ in self.first])
@@ -326,7 +326,7 @@ class Replayed(AbstractContextManager[None]):
             one.set_state(state)
 
 
-def undrawn() -> AbstractContextManager[None]:
+def generators_restored() -> AbstractContextManager[None]:
     """Return a context that restores the default generators' states: code inside may draw or seed.
 
     Of an accelerator, the current device's generator is included, unless the device is not in use
@@ -334,4 +334,4 @@ def undrawn() -> AbstractContextManager[None]:
     """
     kind = accelerator()
     begun = kind is not None and getattr(torch.get_device_module(kind), "is_initialized", bool)()
-    return Replayed(default_generators([kind] if kind is not None and begun else []))
+    return RestoredGenerators(default_generators([kind] if kind is not None and begun else []))

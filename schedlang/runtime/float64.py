@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
-from schedlang.ir.copied import copied
-from schedlang.runtime.modes import ATTRIBUTE, Ambient
+from schedlang.ir.module_copies import copy_module
+from schedlang.runtime.modes import ATTRIBUTE_ACCESS, AmbientMode
 
-WIDE: dict[Any, torch.dtype] = {
+FLOAT64_DTYPES: dict[Any, torch.dtype] = {
     dtype: torch.complex128 if dtype.is_complex else torch.float64
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (dtype.is_complex or dtype.is_floating_point)
@@ -44,10 +44,10 @@ _LIKE = {Tensor.to, Tensor.type_as}  # functions that take their dtype from anot
 _REQUIRE = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class Float64(Ambient):
+class Float64(AmbientMode):
     """Turn casts to a lower float into float64; replace functions that have no float64.
 
-    Tensors that exist already keep their dtype: use `as_float64` for modules, `widened` for
+    Tensors that exist already keep their dtype: use `as_float64` for modules, `to_float64` for
     batches.
     """
 
@@ -72,7 +72,7 @@ class Float64(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
+        if type(func) is ATTRIBUTE_ACCESS:  # a third of all calls
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
                 # it does already; torch refuses to set the flag of a tensor that is no leaf
                 return None
@@ -99,17 +99,21 @@ class Float64(Ambient):
         ):
             target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
             if target == torch.uint8 and type(args[0]) in _WHOLE and args[0].dtype in _WIDEST:
-                return self.run(func, types, args, kwargs).as_subclass(Bytes)
-            known = isinstance(args[0], Bytes) and target in WIDE
+                return self.run(func, types, args, kwargs).as_subclass(Float64Bytes)
+            known = isinstance(args[0], Float64Bytes) and target in FLOAT64_DTYPES
             # bytes of a file that was written in float64 are valid in any mode
             known |= target == torch.float64 and not args[0].is_floating_point()
-            if not known and (target in WIDE or args[0].dtype in WIDE):
+            if not known and (target in FLOAT64_DTYPES or args[0].dtype in FLOAT64_DTYPES):
                 raise _bits_refusal(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
         args, kwargs = _replace_dtypes(args), {k: _replace_dtypes(v) for k, v in kwargs.items()}
         if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
-            args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
+            args = (
+                args[0],
+                args[1].new_empty(0, dtype=FLOAT64_DTYPES.get(args[1].dtype)),
+                *args[2:],
+            )
         if func in _WITHOUT_FLOAT64:
             return _WITHOUT_FLOAT64[func](*args, **kwargs)
         return self.run(func, types, args, kwargs)
@@ -125,7 +129,7 @@ def _replace_dtypes(value: Any) -> Any:
     if type(value) in _NO_DTYPES or isinstance(value, (Tensor, int, float)):
         return value
     if isinstance(value, torch.dtype):
-        return WIDE.get(value, value)
+        return FLOAT64_DTYPES.get(value, value)
     if isinstance(value, str):
         return _LEGACY.get(value, value)
     if type(value) in (tuple, list):
@@ -163,12 +167,13 @@ _SENDING = (
 _MOVES, _SENDS = frozenset(_MOVING.split()), frozenset(_SENDING.split())
 
 
-class Bytes(Tensor):
+class Float64Bytes(Tensor):
     """The bytes of a float64 tensor, on its storage: they may be moved and viewed back, not
     computed with.
 
     A program that sends its weights as bytes works with eight bytes for each number, too. Bytes may
-    be written into a `Bytes` tensor, but not into a plain one, which would not carry the class.
+    be written into a `Float64Bytes` tensor, but not into a plain one, which would not carry the
+    class.
     """
 
     @classmethod
@@ -181,11 +186,14 @@ class Bytes(Tensor):
         tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
         if (
             name not in _MOVES | _SENDS
-            or any(k not in WIDE if name == "view" else k != torch.uint8 for k in kinds)
-            # an index, or a tensor that would hold bytes without being `Bytes`
+            or any(k not in FLOAT64_DTYPES if name == "view" else k != torch.uint8 for k in kinds)
+            # an index, or a tensor that would hold bytes without being `Float64Bytes`
             or (name == "__getitem__" and len(tensors) > 1)
-            or (name in ("copy_", "__setitem__") and not isinstance(args[0], Bytes))
-            or (name in _SENDS | {"cat", "stack"} and not all(type(t) is Bytes for t in tensors))
+            or (name in ("copy_", "__setitem__") and not isinstance(args[0], Float64Bytes))
+            or (
+                name in _SENDS | {"cat", "stack"}
+                and not all(type(t) is Float64Bytes for t in tensors)
+            )
         ):
             raise _bits_refusal(f"`{name}` of the bytes of a float64 tensor")
         out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -246,26 +254,30 @@ _WITHOUT_FLOAT64: dict[Any, Callable[..., Tensor]] = {
 _RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 
 
-def widened(value: Any) -> Any:
+def to_float64(value: Any) -> Any:
     """Return a nest of any classes that hold tensors, with its float tensors in float64."""
 
     def convert(leaf: Any) -> Any:
-        return leaf.to(WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+        return (
+            leaf.to(FLOAT64_DTYPES.get(leaf.dtype, leaf.dtype))
+            if isinstance(leaf, Tensor)
+            else leaf
+        )
 
     return pytree.tree_map(convert, value)
 
 
 def as_float64(module: M) -> M:
     """Copy a module with float64 parameters, buffers and tensor attributes; ties are kept."""
-    twin = copied(module)
+    twin = copy_module(module)
     done: dict[int, Tensor] = {}
     for child in twin.modules():
         for parameter in child.parameters(recurse=False):
             parameter.grad = None
-            parameter.data = widened(parameter.data)
+            parameter.data = to_float64(parameter.data)
         for name, buffer in child.named_buffers(recurse=False):
-            setattr(child, name, done.setdefault(id(buffer), widened(buffer)))
+            setattr(child, name, done.setdefault(id(buffer), to_float64(buffer)))
         for name, value in list(vars(child).items()):
             if isinstance(value, (Tensor, tuple, list)) and not name.startswith("_"):
-                setattr(child, name, widened(value))
+                setattr(child, name, to_float64(value))
     return twin

@@ -9,9 +9,9 @@
 The new forward is a bound method of a function that all instances of a class share, and all else is
 stored in the instance. So a deep copy has layers bound to the copy, while closures would go on
 calling the original with its parameters; and torch.compile takes equal modules for equal.
-* `decorated` and `other_names` copy a forward with another innermost function, or with other values
-  for global names. The function of a class is never changed: the copy belongs to the modules that
-  run it.
+* `change_innermost` and `with_globals` copy a forward with another innermost function, or with
+  other values for global names. The function of a class is never changed: the copy belongs to the
+  modules that run it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SLOT = "_schedlang_forward"
 
 
 @dataclass(eq=False)
-class Layers:
+class ForwardLayers:
     """The layers around a module's forward: at most one of each kind.
 
     original  the forward of the instance; None: the one of its class
@@ -63,9 +63,9 @@ class Layers:
             if name in self.kinds:
                 self.call = partial(self.kinds[name], self.call)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardLayers:
         """Return the layers of a copy of the module, bound to the copy."""
-        twin = Layers(*copy.deepcopy((self.module, self.original), memo))
+        twin = ForwardLayers(*copy.deepcopy((self.module, self.original), memo))
         for kind, layer in self.kinds.items():
             twin.put(kind, copy.deepcopy(layer, memo))
         return twin
@@ -83,7 +83,7 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     S401 for the result of `torch.compile(module)`.
     """
     assert kind in ORDER, kind
-    layers: Layers | None = vars(module).get(_SLOT)
+    layers: ForwardLayers | None = vars(module).get(_SLOT)
     if hasattr(module, "_orig_mod"):  # attributes set on it are set on the module that it wraps
         raise Refusal.of(
             "S401",
@@ -91,7 +91,7 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
             helps=("let `module.compile()` compile it where it is",),
         )
     if layers is None:
-        layers = Layers(module, vars(module).get("forward"))
+        layers = ForwardLayers(module, vars(module).get("forward"))
         setattr(module, _SLOT, layers)
         owner: Any = type(module)
         module.forward = MethodType(_layered(owner), module)
@@ -112,21 +112,21 @@ def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     )
 
 
-def layers_of(module: nn.Module) -> Layers | None:
+def layers_of(module: nn.Module) -> ForwardLayers | None:
     """Return the layers around the forward of a module; None if it has none."""
     return vars(module).get(_SLOT)
 
 
 def layer_of(module: nn.Module, kind: str) -> Any:
     """Return the layer of a kind around the forward of a module, or None."""
-    layers: Layers | None = vars(module).get(_SLOT)
+    layers: ForwardLayers | None = vars(module).get(_SLOT)
     return layers.kinds.get(kind) if layers is not None else None
 
 
-def below(module: nn.Module, kind: str) -> Callable[..., Any]:
+def forward_below(module: nn.Module, kind: str) -> Callable[..., Any]:
     """Return the callable that the layer of a kind is put around; the module must have that
     layer."""
-    layers: Layers = vars(module)[_SLOT]
+    layers: ForwardLayers = vars(module)[_SLOT]
     call: Any = layers.call
     while call.func is not layers.kinds[kind]:
         (call,) = call.args
@@ -153,19 +153,19 @@ def _layered(owner: Any) -> Callable[..., Any]:
     return forward
 
 
-def decorated(function: Any, change: Callable[[Any], Any]) -> Any:
+def change_innermost(function: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the innermost function, in copies of the decorators around it."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return change(function)
-    made = decorated(inner, change)
+    made = change_innermost(inner, change)
     cells = tuple(CellType(made) if _holds(cell, inner) else cell for cell in function.__closure__)
     copied = _copied(function, function.__globals__, cells)
     copied.__wrapped__ = made
     return copied
 
 
-def other_names(function: Any, named: Mapping[str, Any]) -> Any:
+def with_globals(function: Any, named: Mapping[str, Any]) -> Any:
     """Copy a function with other values for some of its global names."""
     # torch.compile would look the names up in the module's file if it knew the file
     names = {n: v for n, v in function.__globals__.items() if n != "__name__"} | dict(named)

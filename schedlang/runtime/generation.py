@@ -21,24 +21,24 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import S
-from schedlang.runtime.comm.agreement import Item, agree, checksum
-from schedlang.runtime.context_parallel.decoding import Decoding, Turns, decoding
+from schedlang.runtime.comm.agreement import AgreementItem, check_agreement, checksum
+from schedlang.runtime.context_parallel.decoding import CacheAssignment, Decoding, current_decoding
 from schedlang.runtime.device import default_generators
-from schedlang.runtime.sharding.shard import dim_of
+from schedlang.runtime.sharding.edges import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.batch import Part
-    from schedlang.runtime.context_parallel.token_layout import Layout
-    from schedlang.runtime.device import States
+    from schedlang.runtime.batch import BatchPart
+    from schedlang.runtime.context_parallel.token_layout import SequenceLayout
+    from schedlang.runtime.device import RandomGenerator
 
-Run = Callable[..., Any]
+RunForward = Callable[..., Any]
 
 # the argument in newer versions of transformers 5, and in older ones
 CACHES = ("cache", "past_key_values")
-MORE = "this model keeps more than keys and values between tokens, or moves their rows"
-WITHOUT = "`use_cache=false` makes every token from the whole sequence"
-REFUSED = {  # settings under which ranks could diverge, or that move the rows of a cache
+OTHER_STATE = "this model keeps more than keys and values between tokens, or moves their rows"
+NO_CACHE_HELP = "`use_cache=false` makes every token from the whole sequence"
+REFUSED_OPTIONS = {  # settings under which ranks could diverge, or that move the rows of a cache
     "max_time": "ranks have clocks of their own: bound it by `max_new_tokens`",
     "assistant_model": "leave it out: the program's own model makes every token",
     "prompt_lookup_num_tokens": "leave it out: the program's own model makes every token",
@@ -47,7 +47,7 @@ REFUSED = {  # settings under which ranks could diverge, or that move the rows o
 }
 
 
-def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+def generate(a: Assembly, run: RunForward, inputs: Tensor | None, options: dict[str, Any]) -> Any:
     """Return what the model's own `generate` returns, equal on every rank.
 
     `run(batch, each)` is a forward of the program without gradients; `each` maps the index of a
@@ -58,7 +58,7 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
     _check_options(
-        a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED}
+        a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED_OPTIONS}
     )
     samples = options.get("do_sample", getattr(config, "do_sample", False))
     _check_same_on_ranks(inputs, options, default_generators([a.ranks.device]) if samples else [])
@@ -91,13 +91,13 @@ def _check_options(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
             f"`{type(model).__name__}` has no `generate` of transformers",
             "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
         )
-    for name, help_ in REFUSED.items():
+    for name, help_ in REFUSED_OPTIONS.items():
         if options.get(name) is not None:
             raise _refusal(f"`{name}` is not followed", help_)
 
 
 def _check_same_on_ranks(
-    inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]
+    inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[RandomGenerator]
 ) -> None:
     """Raise Refusal S650 if ranks have different prompts, settings or states of generators."""
     tensors = {
@@ -112,14 +112,14 @@ def _check_same_on_ranks(
     }
     helps = ("give the same prompts and settings on every rank",)
     states = {str(k): checksum(one.get_state()) for k, one in enumerate(generators)}
-    agree(
+    check_agreement(
         [
-            Item("prompt", tensors, shown=False, helps=helps),
-            Item("settings of generation", plain, helps=helps),
-            Item(
+            AgreementItem("prompt", tensors, readable=False, helps=helps),
+            AgreementItem("settings of generation", plain, helps=helps),
+            AgreementItem(
                 "generator of random numbers",
                 states,
-                shown=False,
+                readable=False,
                 helps=("call `torch.manual_seed` with one number on all ranks before sampling",),
             ),
         ]
@@ -130,13 +130,13 @@ def _refusal(title: str, help_: str) -> Refusal:
     return Refusal.of("S627", title, helps=(help_,))
 
 
-def _facade(a: Assembly, model: Any, run: Run) -> Any:
+def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
     """Return a model for transformers' loop whose forward runs the program on full batches."""
     from transformers.cache_utils import EncoderDecoderCache
 
     kind: Any = type(model)
-    shares, _, _ = a.parts
-    least = (shares if isinstance(shares, int) else sum(shares)) * a.micro
+    shares, _, _ = a.batch_parts
+    least = (shares if isinstance(shares, int) else sum(shares)) * a.microbatches
     multiples = {split: _token_multiple(a, split) for split in (True, False)}
     fed = 0  # tokens of the last forward without our cache
 
@@ -150,14 +150,14 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         tokens = _token_count(inputs)
         # a cache that the model itself makes (RWKV, MiniMax): the loop expects that it is used
         if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
-            raise _refusal(MORE, WITHOUT)
+            raise _refusal(OTHER_STATE, NO_CACHE_HELP)
         fed = tokens if name is None else 0
         # new tokens after a prompt are unsharded on every rank of their sequence; stored keys are
         # sharded
         new = a.tokens is not None and name is not None and cache.seen > 0
         multiple = multiples[not new]
         if a.tokens is not None and not new:
-            inputs = _drop_defaults(inputs, a.inputs)
+            inputs = _drop_defaults(inputs, a.batch_keys)
         kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
         batch, rows = _pad_rows(_pad_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
@@ -180,7 +180,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             for one in (made.self_attention_cache, made.cross_attention_cache) if two else (made,):
                 _check_cache(one)
             given[name] = _cache_class(two)()
-            given[name].turns = turns(a)
+            given[name].turns = new_turns(a)
 
     more = {
         "forward": forward,
@@ -193,24 +193,26 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     return facade
 
 
-def _with_cache(name: str | None, cache: Any, new: int) -> Callable[[int, Part], Part]:
+def _with_cache(name: str | None, cache: Any, new: int) -> Callable[[int, BatchPart], BatchPart]:
     """Return a function that adds its cache to a microbatch; `new`: new tokens, to be split by
     rank."""
-    visit = cache.visits(new) if new else None
+    visit = cache.decoding_contexts(new) if new else None
 
-    def each(k: int, part: Part) -> Part:
+    def each(k: int, part: BatchPart) -> BatchPart:
         inputs = part.inputs if name is None else {**part.inputs, name: cache.part(k)}
-        return replace(part, inputs=inputs, shard=visit(k) if visit else part.shard)
+        return replace(part, inputs=inputs, token_shard=visit(k) if visit else part.token_shard)
 
     return each
 
 
-def turns(a: Assembly) -> Turns | None:
+def new_turns(a: Assembly) -> CacheAssignment | None:
     """Return the record of the tokens that this rank stores, still empty; None: sequences are
     unsharded."""
     if a.tokens is None:
         return None
-    return Turns(a.ranks.mesh.index(a.ranks.rank, a.context), a.tokens.ranks, a.ranks.device)
+    return CacheAssignment(
+        a.ranks.mesh.index(a.ranks.rank, a.context), a.tokens.ranks, a.ranks.device
+    )
 
 
 def _check_cache(made: Any) -> None:
@@ -224,7 +226,7 @@ def _check_cache(made: Any) -> None:
             " all keys and values",
         )
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in made.layers):
-        raise _refusal(MORE, WITHOUT)
+        raise _refusal(OTHER_STATE, NO_CACHE_HELP)
 
 
 # the sequences that the loop appends to: those of the decoder in an encoder-decoder model
@@ -325,7 +327,7 @@ class KeyValueCache:
     turns  which of them this rank stores, where rows split sequences; None: all
     """
 
-    turns: Turns | None = None
+    turns: CacheAssignment | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,22 +344,22 @@ class KeyValueCache:
             made._whole = self
         return self._parts[microbatch]
 
-    def begin(self, layout: Layout, tokens: int) -> None:
+    def keep_prompt(self, layout: SequenceLayout, tokens: int) -> None:
         """Store this rank's tokens of a prompt; drop the padding."""
         assert self.turns is not None
-        own = self.turns.prompt(layout, tokens)
+        own = self.turns.assign_prompt(layout, tokens)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
                 if keys.shape[-2] != layout.counts[self.turns.place]:
-                    raise _refusal(MORE, WITHOUT)
+                    raise _refusal(OTHER_STATE, NO_CACHE_HELP)
                 part._held[layer] = keys.index_select(-2, own), values.index_select(-2, own)
 
-    def visits(self, tokens: int) -> Callable[[int], Decoding]:
+    def decoding_contexts(self, tokens: int) -> Callable[[int], Decoding]:
         """Assign new tokens to ranks; return a function that gives the context of each
         microbatch."""
         assert self.turns is not None
-        own = self.turns.new(tokens)
-        held = self.turns.held
+        own = self.turns.assign_new(tokens)
+        held = self.turns.positions
         self._running = running = dict[int, Decoding]()
         return lambda k: running.setdefault(k, Decoding(held, own))
 
@@ -368,14 +370,14 @@ class KeyValueCache:
         """
         self.seen += tokens
         wanted = self.seen + behind
-        if self.turns is not None:  # `begin` has dropped some already
-            wanted, behind = len(self.turns.held), 0
-            if any(one.given for one in self._running.values()):
-                raise _refusal(MORE, WITHOUT)
+        if self.turns is not None:  # `keep_prompt` has dropped some already
+            wanted, behind = len(self.turns.positions), 0
+            if any(one.returned for one in self._running.values()):
+                raise _refusal(OTHER_STATE, NO_CACHE_HELP)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
                 if keys.shape[-2] != wanted:
-                    raise _refusal(MORE, WITHOUT)
+                    raise _refusal(OTHER_STATE, NO_CACHE_HELP)
                 if behind:
                     part._held[layer] = keys[..., : self.seen, :], values[..., : self.seen, :]
 
@@ -383,7 +385,7 @@ class KeyValueCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values to the stored ones; on the meta device nothing is stored."""
-        new = decoding()
+        new = current_decoding()
         if new is not None:
             return self._dealt(new, key_states, value_states, layer_idx)
         if key_states.is_meta:
@@ -406,12 +408,12 @@ class KeyValueCache:
         """Return this rank's keys and values, after appending the new ones that are assigned to
         it."""
         if not new.shapes:
-            own, held = new.own, self._held[layer]
+            own, held = new.cached_tokens, self._held[layer]
             if len(own):  # else nothing is copied
                 more = keys.index_select(-2, own), values.index_select(-2, own)
                 held = torch.cat([held[0], more[0]], -2), torch.cat([held[1], more[1]], -2)
             self._held[layer] = keys, values = held
-        new.given.append((keys, values))
+        new.returned.append((keys, values))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -430,7 +432,7 @@ class KeyValueCache:
         return type(None), ()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise _refusal(MORE, WITHOUT)
+        raise _refusal(OTHER_STATE, NO_CACHE_HELP)
 
     update_conv_state = update_recurrent_state = update_indexer = _refuse
     get_conv_state = get_recurrent_state = has_previous_state = _refuse

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
-from schedlang.runtime.adapters.torch_tensor import at_once_in_backward
+from schedlang.runtime.adapters.torch_tensor import run_first_in_backward
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient
+from schedlang.runtime.modes import AmbientMode, ModeOrFactory, enter_modes
 
 # ---- torch.autocast for any device, the meta device included; also to disable it.
 # torch has no autocast for tensors without values, but the bytes of memory and of messages are
@@ -77,7 +77,7 @@ def _autocast_dtype(
         mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
         return torch.float32 if mode in ("reflect", "replicate") else None
     if func in _WIDEST:
-        floats = [t.dtype for t in tensors_in((args, kwargs))]
+        floats = [t.dtype for t in float_tensors_in((args, kwargs))]
         return torch.float32 if torch.float32 in floats else None
     return None
 
@@ -98,36 +98,36 @@ def autocast(
     keeps  a cast of a weight serves all its uses, by torch's own rule: until autocast ends
     """
     if device == "meta":
-        return Imitated(dtype)
+        return ImitatedAutocast(dtype)
     if dtype is None:
         return torch.autocast(device, enabled=False)
     return torch.autocast(device, dtype=dtype, cache_enabled=keeps)
 
 
-def imitated(device: str) -> AbstractContextManager[Any]:
+def imitate_autocast(device: str) -> AbstractContextManager[Any]:
     """Return a context that gives tensors without values the dtypes of the current autocast of a
     device."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
-    return Imitated(torch.get_autocast_dtype(device))
+    return ImitatedAutocast(torch.get_autocast_dtype(device))
 
 
 class _Autocasts(threading.local):
     def __init__(self) -> None:
-        self.modes: list[Imitated] = []  # the last one is active
+        self.modes: list[ImitatedAutocast] = []  # the last one is active
 
 
 _autocasts = _Autocasts()
 
 
-class Imitated(Ambient):
+class ImitatedAutocast(AmbientMode):
     """A mode with autocast's dtypes for tensors without values; `dtype` None: no casts."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.dtype = dtype
 
-    def __enter__(self) -> Imitated:
+    def __enter__(self) -> ImitatedAutocast:
         _autocasts.modes.append(self)
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         return self
@@ -164,15 +164,15 @@ def _cast_float(value: Any, dtype: torch.dtype) -> Any:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-class Region:
+class CastRegion:
     """The part of a model that runs now, with the dtype that its parameters are cast to.
 
-    keeps  cache casts. For `Whole`, one cast serves all uses of a parameter by one module, in all
-           microbatches of a step; for torch.autocast, all uses in one call, as is its default
+    keeps  cache casts. For `CastLayer`, one cast serves all uses of a parameter by one module, in
+           all microbatches of a step; for torch.autocast, all uses in one call, as is its default
     """
 
     def __init__(self, keeps: bool = False) -> None:
@@ -182,23 +182,23 @@ class Region:
         # casts of the running step, by module, name and whether gradients are enabled
         self.casts: dict[tuple[int, str, bool], Tensor] | None = None
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: cache casts from now on."""
         self.casts = {} if self.keeps else None
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Drop the cached casts: the last forward has ended, and graphs hold the casts that they
         need."""
         self.casts = None
 
-    def auto(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
+    def autocast(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
         """Return a context with autocast, and parameters as they are stored."""
         if device == "meta" or self.dtype is not None:
-            return self.entered(None, device, dtype)
+            return self.enter(None, device, dtype)
         return autocast(device, dtype, self.keeps)
 
     @contextmanager
-    def using(self, dtype: torch.dtype | None) -> Iterator[None]:
+    def cast_parameters(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Cast parameters to `dtype` within the block; None: no casts."""
         before, self.dtype = self.dtype, dtype
         try:
@@ -207,11 +207,11 @@ class Region:
             self.dtype = before
 
     @contextmanager
-    def entered(
+    def enter(
         self, dtype: torch.dtype | None, device: str, auto: torch.dtype | None
     ) -> Iterator[None]:
         """Enter the casts of a part of the model; a recomputation enters the same casts again."""
-        with _autocast_with(device, auto, self.keeps, partial(self.using, dtype)):
+        with _autocast_with(device, auto, self.keeps, partial(self.cast_parameters, dtype)):
             yield
 
 
@@ -224,72 +224,83 @@ def _autocast_with(
     modes = (casts,) if device == "meta" else ()
     # code that reads whether autocast is on (recurrences do) reads it on the meta device too
     real = autocast("cpu", dtype) if device == "meta" else casts
-    with ambient(*more, *modes), real:
+    with enter_modes(*more, *modes), real:
         yield
 
 
-def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool = False) -> Region:
+def cast_model(
+    model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool = False
+) -> CastRegion:
     """Let modules of a model compute in other dtypes, in place; return the region that tracks the
     dtype.
 
     casts  for each module: its name, a name in DTYPES, whether its parameters are cast too
     keeps  casts of parameters are cached for a step, in which parameters do not change
     """
-    region = Region(keeps)
+    region = CastRegion(keeps)
     for fqn, dtype, params in casts:
         if params:
             for module in model.modules():  # it may use parameters of other modules
-                if not isinstance(module._parameters, Used):
-                    module._parameters = Used(module._parameters)
+                if not isinstance(module._parameters, CastParameters):
+                    module._parameters = CastParameters(module._parameters)
                     module._parameters.region = region
         low, whole = DTYPES[dtype], params or dtype == "fp32"
-        layer: Any = Whole(low, region) if whole else Auto(low, region, inner=bool(fqn))
+        layer: Any = (
+            CastLayer(low, region) if whole else AutocastLayer(low, region, inner=bool(fqn))
+        )
         wrap(model.get_submodule(fqn), "cast", layer)
     return region
 
 
-def as_in(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
+def cast_like(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
     """Return a context that casts the parameters of a copy of a module as those of the module."""
     own, other = (
-        next((m._parameters for m in one.modules() if isinstance(m._parameters, Used)), None)
+        next(
+            (m._parameters for m in one.modules() if isinstance(m._parameters, CastParameters)),
+            None,
+        )
         for one in (module, copied)
     )
-    return nullcontext() if own is None or other is None else other.region.using(own.region.dtype)
+    return (
+        nullcontext()
+        if own is None or other is None
+        else other.region.cast_parameters(own.region.dtype)
+    )
 
 
-class Auto:
+class AutocastLayer:
     """A layer around a module's forward: torch.autocast.
 
-    The output of an inner module is cast back to the dtype of its input, as for `Whole`: the
+    The output of an inner module is cast back to the dtype of its input, as for `CastLayer`: the
     modules after it compute in that dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, region: Region, inner: bool) -> None:
+    def __init__(self, dtype: torch.dtype, region: CastRegion, inner: bool) -> None:
         self.dtype, self.region, self.inner = dtype, region, inner
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under autocast, for the device of its arguments."""
-        with self.region.auto(self.dtype, device_of(args, kwargs)):
+        with self.region.autocast(self.dtype, device_kind_of(args, kwargs)):
             out = inner(*args, **kwargs)
-        return casted(out, _input_dtype(args, kwargs)) if self.inner else out
+        return cast_floats(out, _input_dtype(args, kwargs)) if self.inner else out
 
 
-class Whole:
+class CastLayer:
     """A layer around a module's forward: all in one dtype; float32 for islands of full precision.
 
     The output is in the dtype of the first float argument, else in that of stored parameters.
     """
 
-    def __init__(self, dtype: torch.dtype, region: Region) -> None:
+    def __init__(self, dtype: torch.dtype, region: CastRegion) -> None:
         self.dtype, self.region = dtype, region
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with cast arguments and parameters."""
         came = _input_dtype(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
-        with self.region.entered(own, device_of(args, kwargs), None):
-            args, kwargs = casted((args, kwargs), self.dtype)
-            return casted(inner(*args, **kwargs), came)
+        with self.region.enter(own, device_kind_of(args, kwargs), None):
+            args, kwargs = cast_floats((args, kwargs), self.dtype)
+            return cast_floats(inner(*args, **kwargs), came)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype:
@@ -299,16 +310,16 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype:
             if value.is_floating_point():
                 return value.dtype
         elif value is not None and not isinstance(value, (bool, int, str)):
-            return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+            return next((t.dtype for t in float_tensors_in((args, kwargs))), torch.float32)
     return torch.float32
 
 
-def used_as(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
+def product_dtype(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
     """Return the dtype in which a matrix product in this module would use a parameter now."""
     own = module._parameters
-    if parameter.dtype not in FLOATS:
+    if parameter.dtype not in CAST_DTYPES:
         return parameter.dtype
-    if isinstance(own, Used) and own.region.dtype is not None:
+    if isinstance(own, CastParameters) and own.region.dtype is not None:
         return own.region.dtype
     if device == "meta":
         autocast_dtype = _autocasts.modes[-1].dtype if _autocasts.modes else None
@@ -319,25 +330,25 @@ def used_as(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
     return autocast_dtype or parameter.dtype
 
 
-class Used(dict[str, Any]):
+class CastParameters(dict[str, Any]):
     """Parameters of a module by name, cast to the dtype of the region that reads them.
 
     Iteration over the values (an optimizer, a state dict) gives the parameters as they are stored.
     """
 
-    region: Region
+    region: CastRegion
 
     def __getitem__(self, name: str) -> Any:
         parameter, region = super().__getitem__(name), self.region
         dtype = region.dtype
-        if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+        if dtype is None or parameter is None or parameter.dtype not in CAST_DTYPES:
             return parameter
         kept = region.casts
         if kept is None or torch.compiler.is_compiling():  # a graph has its own cast
             return parameter.to(dtype)
         key = id(self), name, torch.is_grad_enabled()
         if key not in kept or kept[key].dtype != dtype:
-            kept[key] = at_once_in_backward(parameter.to(dtype))
+            kept[key] = run_first_in_backward(parameter.to(dtype))
         return kept[key]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -345,7 +356,7 @@ class Used(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401  (it would call itself)
 
 
-def casted(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floats in a nest to a dtype, except float64.
 
     In a tensor without gradient finite numbers stay finite: a mask contains float32's lowest
@@ -355,7 +366,7 @@ def casted(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_tensor(value: Any, dtype: torch.dtype) -> Any:
-    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in FLOATS:
+    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in CAST_DTYPES:
         return value
     if value.dtype == dtype:
         return value
@@ -366,14 +377,14 @@ def _cast_tensor(value: Any, dtype: torch.dtype) -> Any:
     return torch.where(value.isinf(), made, made.clamp(ends.min, ends.max))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def float_tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in a nest."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf
 
 
-def device_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
+def device_kind_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
     """Return the kind of device on which a call computes: that of its first tensor argument."""
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor:
@@ -383,7 +394,7 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
 
 
 @dataclass(frozen=True)
-class AutoLoss:
+class AutocastLoss:
     """A loss outside the model, computed under autocast."""
 
     loss: Callable[..., Any]
@@ -391,7 +402,7 @@ class AutoLoss:
 
     def __call__(self, output: Any, batch: Any) -> Any:
         """Return the loss of an output."""
-        device = device_of((output, batch))
+        device = device_kind_of((output, batch))
         auto = _autocast_with if device == "meta" else autocast
         with auto(device, self.dtype, False):
             return self.loss(output, batch)

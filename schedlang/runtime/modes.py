@@ -2,8 +2,8 @@
 
 torch disables a function mode inside the functions that it handles, so also inside
 `loss.backward()`: recomputations of checkpoints and backwards written in Python would silently
-leave float64 and draw new dropout masks. `Ambient` modes stay active; `reentry` enters them again
-for a recomputation.
+leave float64 and draw new dropout masks. `AmbientMode` modes stay active;
+`restore_forward_context` enters them again for a recomputation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from schedlang.runtime.device import HOST
 ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
 
 # type of getters and setters of tensor attributes: they draw nothing and make no new float
-ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+ATTRIBUTE_ACCESS = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _PORTALS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 
@@ -43,12 +43,12 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class Ambient(TorchFunctionMode):
+class AmbientMode(TorchFunctionMode):
     """A function mode that is also active inside composed functions and inside backward.
 
     compiles  compiled regions may run without it: it changes nothing in them
     eager     if not, and the mode is active in training: the reason why regions run eagerly
-    carried   a `Carrying` mode that is entered right above may call it directly
+    carried   a `CarryingMode` mode that is entered right above may call it directly
     """
 
     compiles = False
@@ -64,7 +64,7 @@ class Ambient(TorchFunctionMode):
             return body(*args, **kwargs)
 
 
-class Carrying(Ambient):
+class CarryingMode(AmbientMode):
     """A mode that removes the mode right beneath it from torch's stack and calls that mode
     directly.
 
@@ -74,7 +74,7 @@ class Carrying(Ambient):
 
     def __init__(self) -> None:
         super().__init__()
-        self._under: list[Ambient | None] = []  # one for each time that this mode is entered
+        self._under: list[AmbientMode | None] = []  # one for each time that this mode is entered
 
     def __enter__(self) -> Self:
         depth = _len_torch_function_stack()
@@ -95,7 +95,7 @@ class Carrying(Ambient):
             _push_mode(under)  # type: ignore[no-untyped-call]
 
     @property
-    def under(self) -> Ambient | None:
+    def carried_mode(self) -> AmbientMode | None:
         """The mode that is carried now."""
         return self._under[-1] if self._under else None
 
@@ -103,14 +103,14 @@ class Carrying(Ambient):
         """Call `func`, see `Ambient.run`."""
         body = _without_dispatch(func)
         if body is None or not all(map(_has_plain_dispatch, types)):
-            return self.ask(func, types, args, kwargs)
+            return self.call_beneath(func, types, args, kwargs)
         _push_mode(self)  # type: ignore[no-untyped-call]
         try:
             return body(*args, **kwargs)
         finally:
             _pop_mode()  # type: ignore[no-untyped-call]
 
-    def ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def call_beneath(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` under the modes beneath."""
         under = self._under[-1] if self._under else None
         if under is None:
@@ -120,7 +120,7 @@ class Carrying(Ambient):
     @contextmanager
     def beneath(self) -> Iterator[None]:
         """Run the block, while this mode handles a call, under the modes beneath."""
-        under = self.under
+        under = self.carried_mode
         if under is None:
             yield
             return
@@ -162,15 +162,15 @@ def _false(*_: Any) -> bool:
 
 
 @contextmanager
-def ambient(*modes: ModeOrFactory) -> Iterator[None]:
-    """Enter modes (or what factories make), the last one innermost, so that `reentry` enters them
-    too."""
+def enter_modes(*modes: ModeOrFactory) -> Iterator[None]:
+    """Enter modes (or what factories make), the last one innermost, so that
+    `restore_forward_context` enters them too."""
     with _with_active((*_active.modes, *modes)), _enter_all(modes):
         yield
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Leave all function modes and use torch's own default dtype, within the block."""
     stack: list[Any] = []
     default = torch.get_default_dtype()
@@ -186,24 +186,24 @@ def outside() -> Iterator[None]:
             _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def again() -> AbstractContextManager[None]:
+def reenter_modes() -> AbstractContextManager[None]:
     """Return a context that enters the ambient modes again, inside a function that torch disabled
     them for."""
     return _enter_all(_active.modes)
 
 
-def on_stack() -> list[Ambient]:
+def modes_on_stack() -> list[AmbientMode]:
     """Return the ambient modes on torch's stack, the outermost first, including carried ones."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [one for mode in stack if isinstance(mode, Ambient) for one in _with_carried(mode)]
+    return [one for mode in stack if isinstance(mode, AmbientMode) for one in _with_carried(mode)]
 
 
-def _with_carried(mode: Ambient) -> list[Ambient]:
-    under = mode.under if isinstance(mode, Carrying) else None
+def _with_carried(mode: AmbientMode) -> list[AmbientMode]:
+    under = mode.carried_mode if isinstance(mode, CarryingMode) else None
     return [mode] if under is None else [*_with_carried(under), mode]
 
 
-def on(kind: type[Ambient]) -> bool:
+def is_active(kind: type[AmbientMode]) -> bool:
     """Return whether an ambient mode of a class is active."""
     return any(isinstance(mode, kind) for mode in _active.modes)
 
@@ -231,7 +231,7 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if _len_torch_function_stack() else HOST
 
 
-class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
+class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
     """Context for a recomputation: modes, scope, site and call counts, and default device of its
     forward.
 
@@ -241,7 +241,7 @@ class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcon
     def __init__(self) -> None:
         self._modes = _active.modes
         self._device = _default_device()
-        self._place = scope.capture()
+        self._place = scope.capture_scope()
         self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
 
     def __enter__(self) -> None:

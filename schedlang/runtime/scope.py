@@ -1,7 +1,8 @@
 """The position in the run: step, microbatch, samples, slice, and the module that is executed.
 
 Code whose result must not depend on the layout (dropout masks above all) reads it here. The state
-is per thread; `capture` stores all of it, so that a recomputation has the scope of its forward.
+is per thread; `capture_scope` stores all of it, so that a recomputation has the scope of its
+forward.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Scope:
     microbatch: int
     samples: tuple[int, ...]
     evaluation: int = 0
-    even: Callable[[], bool] | None = field(default=None, compare=False)
+    same_shapes: Callable[[], bool] | None = field(default=None, compare=False)
 
     @property
     def moment(self) -> Moment:
@@ -38,24 +39,24 @@ class Scope:
 
 
 @dataclass
-class Frame:
+class PassFrame:
     """The position within one pass over a model: modules entered, and calls per site.
 
     turn   number of the pass over an outermost module; None in a pass that is repeated
-    memo   notes of the pass for its repetition; see `memo`
+    memo   notes of the pass for its repetition; see `pass_memo`
     """
 
     modules: list[tuple[int, str]] = field(
         default_factory=list
     )  # (identity, path), outermost first
     calls: dict[str, int] = field(default_factory=dict)
-    turn: int | None = 0
+    pass_number: int | None = 0
     memo: dict[Any, Any] = field(default_factory=dict)
-    given: bool = False  # whether the next pass gets this memo
+    keep_memo: bool = False  # whether the next pass gets this memo
 
-    def copy(self) -> Frame:
+    def copy(self) -> PassFrame:
         """Copy the frame; the copy shares only the memo."""
-        return Frame(list(self.modules), dict(self.calls), None, self.memo)
+        return PassFrame(list(self.modules), dict(self.calls), None, self.memo)
 
 
 class _Here(threading.local):
@@ -63,7 +64,7 @@ class _Here(threading.local):
     slice: Any = None  # of the sequence: a Visit
 
     def __init__(self) -> None:
-        self.frame = Frame()
+        self.frame = PassFrame()
 
 
 _here = _Here()
@@ -74,17 +75,17 @@ def current() -> Scope | None:
     return _here.scope
 
 
-def site() -> str:
+def current_site() -> str:
     """Return the path of the innermost module that is running; "" for the root or outside any."""
     return _here.frame.modules[-1][1] if _here.frame.modules else ""
 
 
-def innermost() -> int:
+def innermost_module() -> int:
     """Return the id of the innermost module that is running; 0 outside any."""
     return _here.frame.modules[-1][0] if _here.frame.modules else 0
 
 
-def next_call(where: str) -> int:
+def count_call(where: str) -> int:
     """Count one more call at a site; return its number 0, 1, ... within one pass over the outermost
     module."""
     calls = _here.frame.calls
@@ -93,12 +94,12 @@ def next_call(where: str) -> int:
     return number
 
 
-def turn() -> int | None:
+def pass_number() -> int | None:
     """Return the number of this pass over an outermost module; None: it repeats an earlier pass."""
-    return _here.frame.turn
+    return _here.frame.pass_number
 
 
-def memo() -> dict[Any, Any] | None:
+def pass_memo() -> dict[Any, Any] | None:
     """Return the notes of this pass; a pass that repeats an earlier one gets the earlier one's
     notes.
 
@@ -108,14 +109,14 @@ def memo() -> dict[Any, Any] | None:
     return _here.frame.memo if _here.scope is not None or _here.frame.modules else None
 
 
-def noted() -> dict[Any, Any]:
-    """Return the notes of the last pass, for `remember`."""
+def last_memo() -> dict[Any, Any]:
+    """Return the notes of the last pass, for `reuse_memo`."""
     return _here.frame.memo
 
 
-def remember(noted: dict[Any, Any]) -> None:
+def reuse_memo(noted: dict[Any, Any]) -> None:
     """Let the next pass over an outermost module use the notes of an earlier pass."""
-    _here.frame.memo, _here.frame.given = noted, True
+    _here.frame.memo, _here.frame.keep_memo = noted, True
 
 
 def skip_calls(where: str, count: int) -> None:
@@ -124,12 +125,12 @@ def skip_calls(where: str, count: int) -> None:
     calls[where] = calls.get(where, 0) + count
 
 
-def visit() -> Any:
+def current_visit() -> Any:
     """Return the visit of a slice in this thread; None where sequences are unsliced."""
     return _here.slice
 
 
-class Placed:
+class ScopeContext:
     """A context that sets the position in the run; one is entered in every operation of a step.
 
     stays  the current scope stays
@@ -137,7 +138,9 @@ class Placed:
 
     __slots__ = ("before", "frame", "part", "scope", "stays")
 
-    def __init__(self, scope: Scope | None, frame: Frame, part: Any, stays: bool = False) -> None:
+    def __init__(
+        self, scope: Scope | None, frame: PassFrame, part: Any, stays: bool = False
+    ) -> None:
         self.scope, self.frame, self.part, self.stays = scope, frame, part, stays
 
     def __enter__(self) -> None:
@@ -150,21 +153,21 @@ class Placed:
         _here.scope, _here.frame, _here.slice = self.before
 
 
-def entered(scope: Scope) -> Placed:
+def enter_scope(scope: Scope) -> ScopeContext:
     """Return a context for one operation of a microbatch, forward or backward, with a new frame."""
-    return Placed(scope, Frame(), None)
+    return ScopeContext(scope, PassFrame(), None)
 
 
-def visiting(part: Any) -> Placed:
+def enter_slice(part: Any) -> ScopeContext:
     """Return a context for the operation of one slice of the sequence, in the current scope."""
-    return Placed(None, Frame(), part, stays=True)
+    return ScopeContext(None, PassFrame(), part, stays=True)
 
 
-def capture() -> Callable[[], Any]:
+def capture_scope() -> Callable[[], Any]:
     """Store scope, slice, site and call counts; each call of the result returns a context with
     them."""
     scope, frame, part = _here.scope, _here.frame.copy(), _here.slice
-    return lambda: Placed(scope, frame.copy(), part)
+    return lambda: ScopeContext(scope, frame.copy(), part)
 
 
 def named_sites(module: nn.Module, prefix: str = "") -> list[RemovableHandle]:
@@ -187,10 +190,10 @@ def _enter(name: str) -> Callable[[nn.Module, Any], None]:
         frame = _here.frame
         if not frame.modules:
             frame.calls.clear()
-            if frame.turn is not None:
-                frame.turn += 1
-                frame.memo = frame.memo if frame.given else {}
-                frame.given = False
+            if frame.pass_number is not None:
+                frame.pass_number += 1
+                frame.memo = frame.memo if frame.keep_memo else {}
+                frame.keep_memo = False
         frame.modules.append((id(module), name))
 
     return enter

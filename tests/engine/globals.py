@@ -12,7 +12,7 @@ import torch
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.fusion import fuse, rewrite
 from schedlang.runtime.kernel_injection import blind_queries
-from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.offload import offloaded_activations
 from schedlang.runtime.rowwise_kernels import launch
 
 # containers of the runtime that hold what one rank is doing
@@ -21,7 +21,7 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (collectives, "_listeners"),
     (fuse, "_counting_layers"),
     (launch, "_launchers"),
-    (saved_tensors, "_listener"),
+    (offloaded_activations, "_listener"),
     (rewrite, "_watchers"),
     (world, "_entered"),
 )

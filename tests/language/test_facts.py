@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostics.diagnostic import Refusal, unknown
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown
 from schedlang.diagnostics.source import Source
-from schedlang.ir.placement import remedies, remedy
+from schedlang.ir.placement import find_remedies, first_remedy
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
@@ -149,11 +149,11 @@ def test_who_guesses_tells_it_as_a_fact() -> None:
 
 def test_the_words_of_a_guess() -> None:
     """What nothing knows, and what was meant where something is near."""
-    assert unknown("atention", ["mlp", "attention"]) == (
+    assert facts_of_unknown("atention", ["mlp", "attention"]) == (
         ("unknown", "atention"),
         ("meant", "attention"),
     )
-    assert unknown("x", ["mlp", "attention"]) == (("unknown", "x"),)
+    assert facts_of_unknown("x", ["mlp", "attention"]) == (("unknown", "x"),)
 
 
 MISTAKES = {
@@ -185,7 +185,9 @@ def test_a_remedy_is_the_first_of_the_helps(
     heads: int | None, ranks: int, splits_out: bool
 ) -> None:
     """The arguments that a program adds are those that a person is offered."""
-    offered = remedies("q shard(col, over=tp", heads, ranks, splits_out)
-    arguments = "".join(f", {name}={value}" for name, value in remedy(heads, ranks, splits_out))
+    offered = find_remedies("q shard(col, over=tp", heads, ranks, splits_out)
+    arguments = "".join(
+        f", {name}={value}" for name, value in first_remedy(heads, ranks, splits_out)
+    )
     assert bool(arguments) == bool(offered)
     assert not offered or offered[0].endswith(f"`q shard(col, over=tp{arguments})`")

@@ -20,8 +20,8 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, scratch
-from schedlang.ir.sharing import Persistent, near
+from schedlang.ir.primitive import Primitive, isolated_registry
+from schedlang.ir.sharing import LayeredMapping, values_near
 from schedlang.language.kinds import Axis
 from schedlang.language.syntax import parse, read
 from schedlang.passes.elaborate import legality
@@ -130,7 +130,7 @@ def test_rows_do_to_many_modules_what_they_do_to_each(
 def test_what_made_equal_modules_unlike_is_seen() -> None:
     """A verb without the promise may split one of two equal modules: the next row sees both."""
     model, sites = _model("", ""), ("layers.0.up", "layers.1.up")
-    with scratch():
+    with isolated_registry():
 
         class lopsided(Primitive):  # noqa: N801
             """Splits the weight of the second layer."""
@@ -185,8 +185,8 @@ def _drawn_alike(drawn: Drawn) -> None:
         _same(plan, schedule_of(drawn).plan())
     for place, row in enumerate(plan.actions):
         before = replace(plan, actions=plan.actions[:place])
-        met = [a for a in before.actions if any(legality.meetings(plan, a.sites, row.sites))]
-        near = sorted(before.trail.around(row.sites, plan.model.ties))
+        met = [a for a in before.actions if any(legality.find_site_pairs(plan, a.sites, row.sites))]
+        near = sorted(before.trail.rows_around(row.sites, plan.model.ties))
         assert [before.actions[one] for one in near] == met
 
 
@@ -194,18 +194,18 @@ def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
     """Items and their order; older mappings stay, and `own` is what was put since the base."""
     draw, want = Random(7), {"a": 0}
     base: dict[str, int] = dict(want)
-    known, older = Persistent(base), []
+    known, older = LayeredMapping(base), []
     for value in range(1, 300):
         items = {draw.choice("abcdefghij") + draw.choice("klmn"): value for _ in range(value % 4)}
         older.append((known, dict(want)))
         known, want = known.put(items), want | items
     for one, items in [*older, (known, want)]:
         assert list(one.items()) == list(items.items())
-        assert one == items and [one.get(k, -1) for k in "ab"] == one.many("ab", -1)
-        assert [one.get(k, -2) for k in "ab"] == one.many("ab", -2)  # for another value
-        assert one.own == {k: v for k, v in items.items() if k != "a"}
+        assert one == items and [one.get(k, -1) for k in "ab"] == one.get_many("ab", -1)
+        assert [one.get(k, -2) for k in "ab"] == one.get_many("ab", -2)  # for another value
+        assert one.added_items == {k: v for k, v in items.items() if k != "a"}
         sent = pickle.loads(pickle.dumps(one))
-        assert sent == items and sent.many("ab", -1) == one.many("ab", -1)
+        assert sent == items and sent.many("ab", -1) == one.get_many("ab", -1)
 
 
 def test_values_spread_over_modules_are_those_at_each() -> None:
@@ -214,6 +214,6 @@ def test_values_spread_over_modules_are_those_at_each() -> None:
     names = [f"layers.{n}.{m}" for n in range(3) for m in ("up", "down")]
     assert [one.fqn for one in plan.stores] == names and len(plan.stores) == 6
     assert plan.stores == tuple(plan.stores) and plan.stores[1].fqn == names[1]
-    assert [one.fqn for one in near(plan.stores, "layers.1")] == names[2:4]
-    assert [one.fqn for one in near(plan.stores, "layers.1.up")] == names[2:3]
-    assert [one.fqn for one in near(plan.stores, "")] == names
+    assert [one.fqn for one in values_near(plan.stores, "layers.1")] == names[2:4]
+    assert [one.fqn for one in values_near(plan.stores, "layers.1.up")] == names[2:3]
+    assert [one.fqn for one in values_near(plan.stores, "")] == names

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.partition.chains import Counting, costs_of
-from schedlang.remat import places
-from schedlang.remat.rotor import peak
+from schedlang.passes.partition.recomputed_chains import CostSubject, costs_of
+from schedlang.remat import places_of
+from schedlang.remat.rotor import peak_saved
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -59,10 +59,10 @@ def test_a_plan_fits_each_stage() -> None:
     assert names == plan.actions[0].sites and len(trees) == 2
     first, last = (sum(isinstance(item, tuple) for item in tree) for _, tree in trees)
     assert first > last
-    costs = costs_of(Counting(plan, made.traced, made.staged, BATCHES[0]), names)
+    costs = costs_of(CostSubject(plan, made.traced, made.staged, BATCHES[0]), names)
     for (chain, tree), alive in zip(trees, (2, 1)):
         mine = [costs[names.index(name)] for name in chain]
-        assert len(places(tree)) == 3 and peak(tree, mine) * alive <= 500 * 1024
+        assert len(places_of(tree)) == 3 and peak_saved(tree, mine) * alive <= 500 * 1024
 
 
 def test_a_plan_is_refused_in_less_than_any_needs() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.patterns import read
+from schedlang.language.patterns import parse_pattern
 from schedlang.passes.lower.build import build
-from schedlang.runtime.fusion.dataflow import Looked, flow, imagined
-from schedlang.runtime.fusion.fuse import Told, fuse_pattern
-from schedlang.runtime.fusion.rewrite import matches
+from schedlang.runtime.fusion.dataflow import TraceDepth, invented_arguments, trace_flow
+from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern
+from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -28,14 +28,14 @@ SPLIT = "body.fc1  shard(col, over=tp)\nbody.fc2  shard(row, over=tp)\n"
 def found(pattern: str, body: Any) -> int:
     """How often a pattern stands in a forward."""
     module = nets.Body(body)
-    graph = flow(module, imagined(module), Looked())
-    return len(matches(read(pattern), graph, module)[0])
+    graph = trace_flow(module, invented_arguments(module), TraceDepth())
+    return len(find_matches(parse_pattern(pattern), graph, module)[0])
 
 
 def fused(pattern: str, body: Any) -> nn.Module:
     """A module whose pattern runs as a region, uncompiled as in float64."""
     module = nets.Body(body).double()
-    fuse_pattern(module, Told(read(pattern), Looked()))
+    fuse_pattern(module, FuseRequest(parse_pattern(pattern), TraceDepth()))
     return module
 
 

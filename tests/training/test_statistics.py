@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate.original import with_many_rows
+from schedlang.passes.propagate.original_forward import record_many_rows
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.grad_reduction.batch_statistics import Reaching, gather_statistics
-from schedlang.runtime.left import left_in
+from schedlang.runtime.declined_calls import declined_in
+from schedlang.runtime.grad_reduction.batch_statistics import LossSums, gather_statistics
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import planned, proven, sgd, static_holds
@@ -94,9 +94,9 @@ def test_router_losses_in_own_words(name: str, threads: Any) -> None:
 # -- what is found -----------------------------------------------------------------------------
 
 
-def sums_of(model: nn.Module) -> Reaching:
+def sums_of(model: nn.Module) -> LossSums:
     """The sums over rows that the model's loss is made of."""
-    found = with_many_rows(planned(model, ""), models.batch(0), None)
+    found = record_many_rows(planned(model, ""), models.batch(0), None)
     assert found is not None and found.sums is not None
     return found.sums
 
@@ -234,7 +234,7 @@ def _trained(rows: str, threads: Any, dtype: torch.dtype) -> tuple[Any, Any, Any
         program = build(planned(Tailed().to(dtype), rows, "dp=2"), batches[0], optimizer=sgd)
         for batch in batches:
             program.train_step(batch)
-        return program.state_dict(), left_in(program.assembly.module)
+        return program.state_dict(), declined_in(program.assembly.module)
 
     plain = Tailed().to(dtype)
     steps = sgd(plain.named_parameters())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
-from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise, is_tensorwise
+from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise, is_tensorwise
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
 
@@ -148,7 +148,7 @@ def test_what_an_optimizer_looks_at() -> None:
     """Elements, tensors, or all of them, is found out by trying."""
     assert is_elementwise(adamw) and is_tensorwise(adamw)
     for name, make in MAKE.items():
-        dims = {"blocks.0.up.weight": 2, "embed.weight": 2} if name == "mixed" else MADE_UP
+        dims = {"blocks.0.up.weight": 2, "embed.weight": 2} if name == "mixed" else SAMPLE_DIMS
         assert not is_elementwise(make, dims) and is_tensorwise(make, dims)
     assert not is_elementwise(Together) and not is_tensorwise(Together)
 

@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.passes.prove import prove
-from schedlang.runtime.checkpointing.holding import Holding
+from schedlang.runtime.checkpointing.holdings import Holding
 from schedlang.runtime.launch.pool import Pool
 from tests import zoo
 from tests.tiers import thinned

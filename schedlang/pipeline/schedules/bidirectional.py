@@ -11,8 +11,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from schedlang.pipeline.schedules.registry import Ints, Order, Problem, Size, by_slot
-from schedlang.pipeline.schedules.vee import numbered, two_way
+from schedlang.pipeline.schedules.registry import Ints, Order, Size, SizeProblem, timeline_by_slot
+from schedlang.pipeline.schedules.v_shaped import dualpipe_steps, number_steps
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
@@ -46,7 +46,7 @@ def _alternating(
     replicas."""
     replica, slot = microbatch % 2, np.stack([forward, backward], -1)
     columns = (stage, microbatch, replica)
-    return by_slot(
+    return timeline_by_slot(
         ranks,
         slot,
         _rank(ranks, stage, replica)[..., None],
@@ -60,7 +60,7 @@ def _rank(ranks: int, stage: Ints, replica: Ints) -> Ints:
     return np.where(replica == 0, stage, ranks - 1 - stage)
 
 
-def even(size: Size, least: Callable[[int], int]) -> Problem | None:
+def check_two_directions(size: Size, least: Callable[[int], int]) -> SizeProblem | None:
     """Return why two directions cannot share ranks and microbatches equally, and which sizes can.
 
     `least`: the fewest microbatches for a number of ranks.
@@ -85,11 +85,11 @@ def _near(micro: int, least: int) -> list[int]:
     return [micro - 1, micro + 1] if micro % 2 and micro > least else [micro + micro % 2]
 
 
-def _shared(size: Size) -> Problem | None:
-    return even(size, lambda ranks: 2)
+def _shared(size: Size) -> SizeProblem | None:
+    return check_two_directions(size, lambda ranks: 2)
 
 
-def _pair(size: Size) -> Problem | None:
+def _pair(size: Size) -> SizeProblem | None:
     micro = "micro=2" * (size.micro < 2)
     if size.ranks < 2:
         return "two directions need several ranks", "2 ranks" + f" with {micro}" * bool(micro)
@@ -122,7 +122,7 @@ def _gems_idle(size: Size) -> Fraction:
     return first + (m - 1) * (p * max(f, b) + min(f, b)) - m * (f + b)
 
 
-ALTERNATING = (
+ALTERNATING_ORDERS = (
     Order(
         "Chimera",
         "Li and Hoefler 2021 (2107.06925), §3; direct concatenation where m > p",
@@ -153,17 +153,17 @@ def _dualpipe(size: Size) -> Timeline:
     """
     p, rows = size.ranks, []
     for rank in range(p):
-        steps = two_way(p // 2, min(rank, p - 1 - rank), size.micro // 2)
-        kind, far, nth = numbered(steps)
+        steps = dualpipe_steps(p // 2, min(rank, p - 1 - rank), size.micro // 2)
+        kind, far, nth = number_steps(steps)
         replica = far ^ int(rank >= p // 2)
         stage = _rank(p, np.array(rank), replica)
         columns = (np.arange(len(kind)), rank, kind, stage, 2 * nth + replica, replica)
         rows.append(np.stack(np.broadcast_arrays(*columns)))
-    return by_slot(p, *np.concatenate(rows, axis=1))
+    return timeline_by_slot(p, *np.concatenate(rows, axis=1))
 
 
-def _long_enough(size: Size) -> Problem | None:
-    return even(size, lambda ranks: 2 * ranks)
+def _long_enough(size: Size) -> SizeProblem | None:
+    return check_two_directions(size, lambda ranks: 2 * ranks)
 
 
 def _dualpipe_idle(size: Size) -> Fraction:
@@ -176,7 +176,7 @@ def _dualpipe_idle(size: Size) -> Fraction:
     return (size.ranks // 2 - 1) * (f + i - w + max(Fraction(0), f - i - w))
 
 
-OVERLAPPED = (
+OVERLAPPED_ORDERS = (
     Order(
         "DualPipe",
         "DeepSeek-V3, 2024 (2412.19437), §3.2.1",

@@ -9,16 +9,16 @@ from math import ceil
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.list_scheduling import Chain
+from schedlang.pipeline.schedules.list_scheduling import StageChain
 from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
-    Problem,
     Size,
-    laid,
-    merge,
-    times,
-    weave,
+    SizeProblem,
+    exact_times,
+    merge_backwards,
+    merge_split_backwards,
+    timeline_of_units,
 )
 from schedlang.pipeline.timeline.table import Timeline
 
@@ -28,15 +28,15 @@ def _interleaved(size: Size) -> Timeline:
 
     If m > p and p does not divide m, rounds are larger than p, and as equal as possible.
     """
-    sizes, rows = rounds(size.micro, size.ranks), []
+    sizes, rows = split_rounds(size.micro, size.ranks), []
     for rank in range(size.ranks):
-        forward, backward = depth_first(rank, size, sizes)
+        forward, backward = depth_first_units(rank, size, sizes)
         warmup = 2 * (size.ranks - 1 - rank) + (size.chunks - 1) * sizes[0]
-        rows.append(merge(forward, backward, warmup))
-    return laid(rows, size.micro)
+        rows.append(merge_backwards(forward, backward, warmup))
+    return timeline_of_units(rows, size.micro)
 
 
-def rounds(micro: int, group: int) -> list[int]:
+def split_rounds(micro: int, group: int) -> list[int]:
     """Split microbatches into rounds of at least `group`, as equal as possible, larger ones first.
 
     With smaller rounds first or last, ranks would wait for each other forever.
@@ -46,7 +46,7 @@ def rounds(micro: int, group: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
+def depth_first_units(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
     """Return the units of a rank's forwards and backwards: each round through one chunk after
     another."""
     turn = np.repeat(np.arange(len(sizes)), sizes) * size.chunks
@@ -56,13 +56,13 @@ def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
     return stages[0] * size.micro + microbatch, stages[1] * size.micro + microbatch
 
 
-def idle(size: Size) -> Fraction:
+def idle_time(size: Size) -> Fraction:
     """(p-1) (F + I + W) / v; if m < p, a rank waits p - m more turns for each further chunk."""
     turns = size.ranks - 1 + (size.chunks - 1) * max(0, size.ranks - size.micro)
-    return turns * sum(times(size), Fraction(0)) / size.chunks
+    return turns * sum(exact_times(size), Fraction(0)) / size.chunks
 
 
-def accounted(span: Number, size: Size) -> Number:
+def paper_span(span: Number, size: Size) -> Number:
     """Return the cost of 1F1B-I as Zero Bubble's Table 5 counts it: p transfers less.
 
     `span` is the simulated rank span.
@@ -72,11 +72,11 @@ def accounted(span: Number, size: Size) -> Number:
 
 def _peak(size: Size) -> Fraction:
     """min(2(p-1) + (v-1) g + 1, v m) / v microbatches on rank 0; g is the first round's size."""
-    most = 2 * (size.ranks - 1) + (size.chunks - 1) * rounds(size.micro, size.ranks)[0] + 1
+    most = 2 * (size.ranks - 1) + (size.chunks - 1) * split_rounds(size.micro, size.ranks)[0] + 1
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
 
-INTERLEAVED = (
+INTERLEAVED_ORDERS = (
     Order(
         "Interleaved1F1B",
         "Narayanan et al. 2021 (2104.04473), §2.2",
@@ -84,7 +84,7 @@ INTERLEAVED = (
         aliases=("ScheduleInterleaved1F1B", "1F1B-I", "Interleaved"),
         chunks=None,
         default_chunks=2,
-        bubble=idle,
+        bubble=idle_time,
         peak=_peak,
     ),
 )
@@ -96,11 +96,11 @@ def _breadth_first(size: Size) -> Timeline:
     for rank in range(size.ranks):
         stages = np.arange(size.chunks) * size.ranks + rank
         units = (stages[:, None] * size.micro + np.arange(size.micro)).ravel()
-        rows.append(merge(units, units[::-1], len(units)))
-    return laid(rows, size.micro)
+        rows.append(merge_backwards(units, units[::-1], len(units)))
+    return timeline_of_units(rows, size.micro)
 
 
-BREADTH_FIRST = (
+BREADTH_FIRST_ORDERS = (
     Order(
         "BFS",
         "Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022 (2211.05953)",
@@ -108,7 +108,7 @@ BREADTH_FIRST = (
         aliases=("LoopedBFS", "ScheduleLoopedBFS", "Breadth-First"),
         chunks=None,
         default_chunks=2,
-        bubble=idle,
+        bubble=idle_time,
         peak=lambda size: Fraction(size.micro),
     ),
 )
@@ -125,12 +125,12 @@ def _gis_h(size: Size) -> Timeline:
 
 
 def _grouped(size: Size, group: int) -> Timeline:
-    sizes, rows = rounds(size.micro, group), []
+    sizes, rows = split_rounds(size.micro, group), []
     for rank in range(size.ranks):
-        forward, backward = depth_first(rank, size, sizes)
+        forward, backward = depth_first_units(rank, size, sizes)
         warmup = size.ranks - 1 - rank + (size.chunks - 1) * sizes[0]
-        rows.append(weave(forward, backward, warmup, rank))
-    return laid(rows, size.micro)
+        rows.append(merge_split_backwards(forward, backward, warmup, rank))
+    return timeline_of_units(rows, size.micro)
 
 
 def _group(size: Size) -> int:
@@ -144,12 +144,12 @@ def _group(size: Size) -> int:
 
 def _held(size: Size, group: int) -> Fraction:
     """min((v-1) g + p, v m) stage activations, of 1/v each; g the first round."""
-    first = rounds(size.micro, group)[0]
+    first = split_rounds(size.micro, group)[0]
     most = (size.chunks - 1) * first + size.ranks
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
 
-def _too_little(size: Size) -> Problem | None:
+def _too_little(size: Size) -> SizeProblem | None:
     least = _held(size, _group(size))
     if size.memory is None or least <= size.memory:
         return None
@@ -158,7 +158,7 @@ def _too_little(size: Size) -> Problem | None:
 
 def _gis_idle(size: Size) -> Fraction | None:
     """(p-1) (F + I - min(F, W)) / v for m >= p; the bound in the paper is (p-1) (F + I) / v."""
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     if size.micro < size.ranks and size.chunks > 1:
         return None
     slots = (size.ranks - 1) * (f + i) - (min(size.micro, size.ranks) - 1) * min(f, w)
@@ -170,7 +170,7 @@ def _gis_h_idle(size: Size) -> Fraction | None:
 
     A slot is F / v.
     """
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     p, g = size.ranks, _group(size)
     if not f == i == w or size.micro % g or size.micro == g or size.chunks == 1:
         return None
@@ -178,7 +178,7 @@ def _gis_h_idle(size: Size) -> Fraction | None:
     return slots * f / size.chunks
 
 
-GROUPED = (
+GROUPED_ORDERS = (
     Order(
         "GIS",
         "Wan et al., PipeOffload, 2025 (2503.01328), §3; PyTorch's ScheduleInterleavedZeroBubble",
@@ -191,7 +191,7 @@ GROUPED = (
         ),
         chunks=None,
         default_chunks=2,
-        alone=True,
+        allows_one_stage=True,
         bubble=_gis_idle,
         peak=lambda size: _held(size, size.ranks),
     ),
@@ -211,7 +211,7 @@ GROUPED = (
 FORWARD, BACKWARD = 1, 2  # durations in the paper's drawings
 
 
-def home(stage: int, ranks: int) -> int:
+def zigzag_rank(stage: int, ranks: int) -> int:
     """Return the rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
     turn = stage % (2 * ranks)
     return min(turn, 2 * ranks - 1 - turn)
@@ -224,10 +224,10 @@ def _hanayo(size: Size) -> Timeline:
     microbatches in flight. Without it, up to 2p - 1 are in flight if there are many.
     """
     stages = size.ranks * size.chunks
-    homes = tuple(home(stage, size.ranks) for stage in range(stages))
+    homes = tuple(zigzag_rank(stage, size.ranks) for stage in range(stages))
     times = ((FORWARD,) * stages, (BACKWARD,) * stages)
-    chain = Chain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
-    made = chain.listed(
+    chain = StageChain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
+    made = chain.list_schedule(
         size.micro,
         lambda kind, stage, microbatch: (1 - kind) * size.micro + microbatch,
         in_flight=None if size.memory is None else int(size.memory),
@@ -236,7 +236,7 @@ def _hanayo(size: Size) -> Timeline:
     return made
 
 
-def _half_a_wave(size: Size) -> Problem | None:
+def _half_a_wave(size: Size) -> SizeProblem | None:
     if size.chunks % 2:
         return (
             f"a wave goes forth and back: {size.chunks} stages per rank end on the way",
@@ -247,7 +247,7 @@ def _half_a_wave(size: Size) -> Problem | None:
     return None
 
 
-WAVES = (
+WAVE_ORDERS = (
     Order(
         "Hanayo",
         "Liu et al., Hanayo, 2023 (2308.15762), §3; W waves are 2W chunks",

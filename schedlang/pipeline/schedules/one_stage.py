@@ -13,39 +13,39 @@ import numpy as np
 from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
-    Problem,
     Size,
-    flushed,
-    in_turns,
-    laid,
-    times,
-    weave,
+    SizeProblem,
+    exact_times,
+    flush_bubble,
+    merge_split_backwards,
+    one_f_one_b,
+    timeline_of_units,
 )
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 
 
 def _gpipe(size: Size) -> Timeline:
     """All forwards, then all backwards, both from the first microbatch to the last."""
-    return in_turns(size, lambda rank: size.micro)
+    return one_f_one_b(size, lambda rank: size.micro)
 
 
 def _one_f_one_b(size: Size) -> Timeline:
     """Backward as early as possible: rank r runs p - 1 - r forwards, then F and B in turn."""
-    return in_turns(size, lambda rank: size.ranks - 1 - rank)
+    return one_f_one_b(size, lambda rank: size.ranks - 1 - rank)
 
 
 def _eager(size: Size) -> Timeline:
     """Twice the warm-up of 1F1B, to hide transfers: 2 (p-r) - 1 forwards precede the first B."""
-    return in_turns(size, lambda rank: 2 * (size.ranks - 1 - rank))
+    return one_f_one_b(size, lambda rank: 2 * (size.ranks - 1 - rank))
 
 
-FLUSHED = (
+FLUSHED_ORDERS = (
     Order(
         "GPipe",
         "Huang et al., GPipe, 2019 (1811.06965)",
         _gpipe,
         aliases=("ScheduleGPipe",),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(size.micro),
     ),
     Order(
@@ -53,7 +53,7 @@ FLUSHED = (
         "PipeDream-flush, Narayanan et al. 2021 (2006.09503); DAPPLE, Fan et al. 2021",
         _one_f_one_b,
         aliases=("Schedule1F1B", "PipeDream-Flush"),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(min(size.ranks, size.micro)),
     ),
     Order(
@@ -61,7 +61,7 @@ FLUSHED = (
         "DAPPLE, Fan et al. 2021, policy PB of early backward",
         _eager,
         aliases=("1F1B-eager", "DAPPLE-PB"),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
     ),
 )
@@ -81,8 +81,10 @@ def _woven(size: Size, times: int) -> Timeline:
     rows = []
     for rank in range(size.ranks):
         units = rank * size.micro + np.arange(size.micro)
-        rows.append(weave(units, units, times * (size.ranks - 1 - rank), times * rank))
-    return laid(rows, size.micro)
+        rows.append(
+            merge_split_backwards(units, units, times * (size.ranks - 1 - rank), times * rank)
+        )
+    return timeline_of_units(rows, size.micro)
 
 
 def _h1_idle(size: Size) -> Fraction:
@@ -90,18 +92,18 @@ def _h1_idle(size: Size) -> Fraction:
 
     The paper has F + I - W, of times with W < F.
     """
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     return (size.ranks - 1) * (f + i) - (min(size.micro, size.ranks) - 1) * min(f, w)
 
 
 def _h2_idle(size: Size) -> Fraction | None:
     """(p-1) (F + I - 2 min(F, W)), at least 0, for 2p - 1 microbatches or more."""
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     enough = size.micro >= 2 * size.ranks - 1
     return (size.ranks - 1) * max(f + i - 2 * min(f, w), Fraction(0)) if enough else None
 
 
-ZERO_BUBBLE = (
+ZERO_BUBBLE_ORDERS = (
     Order(
         "ZB-H1",
         "Qi et al., Zero Bubble, 2023 (2401.10241), §2.2",
@@ -130,7 +132,7 @@ def _bpipe(size: Size) -> Timeline:
     holds more than the excess.
     """
     limit = _limit(size)
-    return timeline([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
+    return timeline_from_rows([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
 
 
 def _parked_rank(rank: int, size: Size, limit: int) -> list[Op]:
@@ -174,7 +176,7 @@ def _least(size: Size) -> int:
     return max(-(-both // 2) for both in pairs)
 
 
-def _too_little(size: Size) -> Problem | None:
+def _too_little(size: Size) -> SizeProblem | None:
     least = _least(size)
     if _limit(size) >= least:
         return None
@@ -184,7 +186,7 @@ def _too_little(size: Size) -> Problem | None:
 
 def _parked_idle(size: Size) -> Fraction:
     """(p-1) (F + I + W), as in 1F1B: activations are sent during the computation."""
-    return flushed(size)
+    return flush_bubble(size)
 
 
 def _parked_peak(size: Size) -> Fraction:
@@ -192,7 +194,7 @@ def _parked_peak(size: Size) -> Fraction:
     return Fraction(min(size.ranks, size.micro, _limit(size)))
 
 
-PARKED = (
+PARTNER_ORDERS = (
     Order(
         "BPipe",
         "Kim et al., BPipe, 2023 (ICML); limit as in Huang et al. 2024 (2401.02088)",
@@ -244,7 +246,7 @@ def _varuna(size: Size) -> Timeline:
                 queues[rank][REST].append(microbatch)
                 if rank:
                     queues[rank - 1][AGAIN].append(microbatch)
-    return timeline(rows)
+    return timeline_from_rows(rows)
 
 
 def _take(queues: list[deque[int]]) -> tuple[int, int]:
@@ -255,7 +257,7 @@ def _take(queues: list[deque[int]]) -> tuple[int, int]:
     return FORWARD, -1
 
 
-RECOMPUTED = (
+RECOMPUTED_ORDERS = (
     Order(
         "Varuna",
         "Athlur et al., Varuna, 2022 (2111.04007), §3; github.com/microsoft/varuna",
@@ -273,7 +275,7 @@ RECOMPUTED = (
 STALENESS = frozenset({"staleness"})
 
 # (rows, updates made before each, microbatches of an update) -> version that each row reads
-Read = Callable[[Timeline, Ints, int], Ints]
+VersionRule = Callable[[Timeline, Ints, int], Ints]
 
 
 def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:
@@ -295,12 +297,12 @@ def _at_hand(rows: Timeline, at_hand: Ints, every: int) -> Ints:
     return at_hand
 
 
-def _updating(size: Size, apart: int, read: Read, every: int) -> Timeline:
+def _updating(size: Size, apart: int, read: VersionRule, every: int) -> Timeline:
     """F and B in turn, after `apart` forwards for each rank behind; updates inside the step.
 
     An update comes after the last backward that it sums.
     """
-    t = in_turns(size, lambda rank: apart * (size.ranks - 1 - rank))
+    t = one_f_one_b(size, lambda rank: apart * (size.ranks - 1 - rank))
     back = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
     at_hand = ((back.cumsum(1) - back) // every).ravel()
     t = replace(t, version=read(t, at_hand, every).astype(np.int32))
@@ -328,7 +330,7 @@ def _double_buffered(size: Size) -> Timeline:
     return _updating(size, 1, _one_late, _update_size(size))
 
 
-def _too_few(size: Size) -> Problem | None:
+def _too_few(size: Size) -> SizeProblem | None:
     """Two versions suffice where an update sums p - 1 microbatches or more; the paper says p."""
     every = _update_size(size)
     if every >= min(size.ranks, size.micro):
@@ -352,10 +354,10 @@ def _pipelined(size: Size) -> Timeline:
 
 def _idle(size: Size) -> Fraction:
     """(p-1) (F + I + W): the pipeline fills and drains once a step, not once an update."""
-    return flushed(size)
+    return flush_bubble(size)
 
 
-STALE = (
+STALE_ORDERS = (
     Order(
         "PipeDream",
         "Harlap et al. 2018 (1806.03377); Narayanan et al., SOSP 2019, §3.3: weight stashing",

@@ -14,9 +14,9 @@ from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
     Size,
-    by_slot,
-    flushed,
-    merge,
+    flush_bubble,
+    merge_backwards,
+    timeline_by_slot,
 )
 from schedlang.pipeline.timeline.table import Timeline
 
@@ -43,17 +43,17 @@ def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
     """Build rows of units (microbatch * slices + slice) that are equal on all ranks but for the
     warm-up."""
     forward = np.arange(len(backward))
-    rows = [merge(forward, backward, first) for first in warmup]
+    rows = [merge_backwards(forward, backward, first) for first in warmup]
     kind = np.stack([kinds for kinds, _ in rows])
     microbatch, part = np.divmod(np.stack([units for _, units in rows]), size.slices)
     rank = np.arange(size.ranks)[:, None]
     turn = np.arange(kind.shape[1])
-    return by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
+    return timeline_by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
 
 
 def _idle(size: Size) -> Fraction:
     """(p-1) (F + B) / k with B = I + W, for slices of equal cost."""
-    return flushed(size) / size.slices
+    return flush_bubble(size) / size.slices
 
 
 def _seq_peak(size: Size) -> Fraction:

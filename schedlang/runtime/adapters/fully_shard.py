@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.profiler import record_function
 
-from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, written_into
-from schedlang.runtime.device import settled
+from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, write_back
+from schedlang.runtime.device import host_wait
 
 _UNMARKED = nullcontext()
 
@@ -53,7 +53,7 @@ def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Modul
             made.__deepcopy__ = refuse
 
 
-def end_gather(unit: FSDPModule) -> None:
+def end_unused_gather(unit: FSDPModule) -> None:
     """End a prefetched gather for a unit that did not run.
 
     Otherwise the unit's next forward would use the stale gathered values.
@@ -73,10 +73,10 @@ class _WaitOnce:
     def synchronize(self) -> None:
         """Wait, at the first call."""
         event, self.event = self.event, None
-        settled(event)
+        host_wait(event)
 
 
-def offloaded(
+def offloaded_gradients(
     group: Any, leaving: Callable[[nn.Parameter], bool]
 ) -> list[tuple[nn.Parameter, Any]]:
     """Return the parameters that are `leaving` whose gradients a group copies to the host, with
@@ -95,7 +95,7 @@ def offloaded(
     return [(one.sharded_param, event) for one in held]
 
 
-def keep_inputs(unit: FSDPModule, overwrites: bool = False) -> None:
+def keep_containers(unit: FSDPModule, overwrites: bool = False) -> None:
     """Let a unit's module get its caller's containers instead of copies.
 
     Before a forward, fully_shard replaces the tensors that need a gradient, in copies of the dicts
@@ -121,7 +121,7 @@ def _keep_containers(group: Any, overwrites: bool) -> None:
         changed = before(*given)
         if overwrites:
             changed = _clone_inputs(given, changed, clones)
-        found: tuple[Any, Any] = written_into(given, changed, undo)
+        found: tuple[Any, Any] = write_back(given, changed, undo)
         return found
 
     def ended(*given: Any) -> Any:
@@ -213,12 +213,14 @@ def _gradient_outputs(output: Any) -> Iterable[Tensor]:
     return (one for one in tensors if one.requires_grad)
 
 
-def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+def wrap_post_backward(
+    group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
     """Wrap the function that a group runs after its backward by `make`."""
     group.post_backward = make(group.post_backward)
 
 
-def name_in(unit: FSDPModule, held: Any) -> str:
+def parameter_name(unit: FSDPModule, held: Any) -> str:
     """Return the name, inside a unit, of a parameter that the unit gathers."""
     info = held._module_info
     modules = unit.named_modules()  # type: ignore[attr-defined]
@@ -226,7 +228,7 @@ def name_in(unit: FSDPModule, held: Any) -> str:
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
 
-class Shard:
+class ZeroSlice:
     """A ZeRO slice of a parameter, which fully_shard gathers from the tensor `home`."""
 
     def __init__(self, held: Any) -> None:
@@ -238,13 +240,13 @@ class Shard:
         flat: Tensor = self._held._sharded_param_data
         return flat
 
-    def laid(self, value: Tensor) -> Tensor:
+    def as_stored(self, value: Tensor) -> Tensor:
         """Return the values of a slice, flat and padded."""
         flat = torch.zeros_like(self.home, device="cpu")
         flat[: value.numel()].copy_(value.reshape(-1))
         return flat
 
-    def settle(self, home: Tensor) -> None:
+    def set_home(self, home: Tensor) -> None:
         """Store the slice in this tensor from now on."""
         held = self._held
         dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
@@ -254,14 +256,14 @@ class Shard:
         held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
 
 
-def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
+def shards_of(units: Iterable[FSDPModule]) -> dict[Any, ZeroSlice]:
     """Return the slices that units gather, by parameter."""
     groups = [group for unit in units for group in groups_of(unit)]
-    return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+    return {one.sharded_param: ZeroSlice(one) for group in groups for one in group.fsdp_params}
 
 
 @contextmanager
-def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+def on_meta_device(units: Iterable[FSDPModule]) -> Iterator[None]:
     """Let units run on the meta device, within the block, which fully_shard refuses."""
     for unit in units:
         for group in groups_of(unit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def let_kernels_travel() -> None:
+def make_kernel_names_picklable() -> None:
     """Fix the qualified name of `SDPBackend`, so that pickle finds it; only if it is imported.
 
     torch renames the class but not its qualified name, by which pickle looks it up. Without this, a

@@ -12,7 +12,7 @@ _plain = clip_grad._clip_grads_with_norm_
 _unscale: Any = GradScaler._unscale_grads_
 
 
-def hear_of_clipping(check: Callable[[Iterable[Any]], None]) -> None:
+def check_clipping(check: Callable[[Iterable[Any]], None]) -> None:
     """Let `check` see the parameters before `clip_grad_norm_` scales gradients, from now on.
 
     This works however the function was imported, because the function that it calls is looked up in

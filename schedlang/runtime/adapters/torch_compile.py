@@ -22,7 +22,7 @@ _EARLY = torch.__version__ < "2.12"  # 2.11 is the only such version that can be
 _done: list[bool] = []
 
 
-def follow_losses() -> bool:
+def patch_loss_modules() -> bool:
     """Let dynamo's rule call the function if the logits are no tensor; patched once, while it
     traces.
 
@@ -59,10 +59,10 @@ def _patched() -> bool:
 
 
 # as torch.compiler.assume_constant_result does, which would import all of the compiler
-follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+patch_loss_modules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_side_effects_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function in a recomputed part of a graph; its Python side effects happen once.
 
     dynamo refuses code there that changes outer state, because in eager mode the change would
@@ -74,7 +74,7 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(function, *args, **kwargs)
 
 
-def compiled(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
+def compile_one_graph(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
     """Compile a function as one graph per kind of call, with at most `limit` graphs."""
     own: dict[str, Any] = {} if _EARLY else {"recompile_limit": limit}
     made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **own)
@@ -93,7 +93,7 @@ def compiled(function: Callable[..., Any], limit: int, backend: Any) -> Callable
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def fresh(collective: T) -> T:
+def returns_new_tensor(collective: T) -> T:
     """Let a collective return another tensor than the one that it fills, in a graph of torch 2.11.
 
     There the gradient of an autograd function that returns a tensor written in place is zero.
@@ -130,7 +130,7 @@ def keeps_buffers() -> bool:
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
+def compile_keeping_buffers() -> Iterator[None]:
     """Compile graphs within the block whose backward, after `keep_buffers`, overwrites no saved
     tensor.
 

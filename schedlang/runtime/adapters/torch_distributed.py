@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replace_functions(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace functions of torch.distributed, by name, within the block."""
     before = {name: getattr(dist, name) for name in functions}
     try:
@@ -23,7 +23,7 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def counted_from(number: int) -> Iterator[None]:
+def name_groups_from(number: int) -> Iterator[None]:
     """Name groups made within the block by this number, not by the count of groups.
 
     Ranks of a part of a job make groups that other ranks do not know, and must still name them

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from schedlang.runtime.device import on_host
 
 
-def assignable(
+def patch_data_assignment(
     across: Callable[[Any, Any], bool], put: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
     """Let `a.data = b` call `put(a, b)` where `across(a, b)`, in this process, permanently."""
@@ -34,7 +34,7 @@ def assignable(
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
 
 
-def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
+def run_first_in_backward(made: torch.Tensor) -> torch.Tensor:
     """Give a tensor's node the highest priority in backward; return the tensor.
 
     Backward runs the youngest node first. A node that is used by many microbatches is older than
@@ -47,7 +47,7 @@ def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
+def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
     """Accumulate gradients of leaves, from gradients that have the shapes of their roots.
 
     `torch.autograd.backward` checks the shapes in Python, before its engine does. It is called if a
@@ -62,11 +62,11 @@ def backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
     torch.autograd.backward(roots, grads)
 
 
-Heard = Callable[[torch.UntypedStorage, int], None]
+ResizeListener = Callable[[torch.UntypedStorage, int], None]
 
 
 @contextmanager
-def resizes(heard: Heard) -> Iterator[None]:
+def listen_to_resizes(heard: ResizeListener) -> Iterator[None]:
     """Call `heard` within the block for each resized storage, with its new size in bytes.
 
     No dispatch mode sees this: fully_shard frees and fills gathered parameters by resizing.

@@ -2,10 +2,11 @@
 
 * Join the job that a launcher has started, and leave it together.
 * Checksums of tensors: two passes over their bits on their device, without a copy.
-* `agree`: compare what ranks build, and refuse if it differs. Ranks use the store of the job, which
-  does not depend on the others' collectives: a rank that builds something else, or never comes, is
-  noticed within seconds. The first rank writes a digest of every item; each rank compares its own.
-  Only for items whose digests differ, ranks write their parts, and rank 0 names the differences.
+* `check_agreement`: compare what ranks build, and refuse if it differs. Ranks use the store of the
+  job, which does not depend on the others' collectives: a rank that builds something else, or
+  never comes, is noticed within seconds. The first rank writes a digest of every item; each rank
+  compares its own. Only for items whose digests differ, ranks write their parts, and rank 0 names
+  the differences.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.told_once import FRESH, JOB, job_store
+from schedlang.diagnostics.job_refusals import FRESH_STORE, JOB, job_store
 from schedlang.runtime import device as devices
-from schedlang.runtime.comm import reach
+from schedlang.runtime.comm import store_watch
 from schedlang.runtime.comm import world as comm
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that other ranks do not join
@@ -49,24 +50,24 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
 
     LOCAL_RANK chooses the device; the world has only that device's backend, so that groups can be
     split off it. `wait`: seconds within which all ranks must come, else Refusal S651; `met`: the
-    store of the rendezvous, if it is not torch's own (see `meet`).
+    store of the rendezvous, if it is not torch's own (see `rendezvous`).
     """
     _prepare_end()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
     given: dict[str, Any] = {"timeout": TIMEOUT}
-    made = meet(wait) if wait is not None and met is None else met
-    if own_round() and made is not None:
+    made = rendezvous(wait) if wait is not None and met is None else met
+    if has_round_store() and made is not None:
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         made.set_timeout(TIMEOUT)  # running ranks may take their time
         given |= {"store": made, **place}
-    device = devices.own_device()
+    device = devices.local_device()
     if devices.on_host(device):
-        dist.init_process_group(comm.HOSTS, **given)
+        dist.init_process_group(comm.HOST_BACKEND, **given)
     else:
         kind = dist.get_default_backend_for_device(device)
         dist.init_process_group(kind, device_id=device, **given)
-    comm.here().ours = True
+    comm.current_world().joined_here = True
 
 
 def join_locally(rank: int, size: int, path: str) -> None:
@@ -74,10 +75,12 @@ def join_locally(rank: int, size: int, path: str) -> None:
     from torch._C._distributed_c10d import FileStore
 
     store = FileStore(path, size)
-    dist.init_process_group(comm.HOSTS, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+    dist.init_process_group(
+        comm.HOST_BACKEND, store=store, rank=rank, world_size=size, timeout=_FOREVER
+    )
 
 
-def leave() -> None:
+def leave_world() -> None:
     """Leave the job together: a rank that closes first could cut off messages in flight.
 
     The process group is destroyed now: torch caches the meshes of DTensors, and these hold the
@@ -85,11 +88,11 @@ def leave() -> None:
     """
     if dist.is_initialized():
         comm.barrier()
-        comm.forget()
+        comm.forget_world()
         dist.destroy_process_group()
 
 
-def own_store() -> Any:
+def clone_store() -> Any:
     """Return the store of the job with a connection of its own, for another thread."""
     store: Any = c10d._get_default_store()
     return store.clone()
@@ -149,7 +152,7 @@ _SHOWN = 3  # differing parts of an item that are shown
 
 
 @dataclass(frozen=True)
-class Item:
+class AgreementItem:
     """Something that must be equal on all ranks: its name, and its parts as text.
 
     held   a rank has only some parts: parts that several ranks have are compared
@@ -158,12 +161,12 @@ class Item:
 
     name: str
     parts: Mapping[str, str]
-    held: bool = False
-    shown: bool = True
+    partial: bool = False
+    readable: bool = True
     helps: tuple[str, ...] = field(default=(), compare=False)
 
 
-def agree(items: Sequence[Item], wait: float = WAIT) -> None:
+def check_agreement(items: Sequence[AgreementItem], wait: float = WAIT) -> None:
     """Raise the same Refusal on all ranks if an item differs (S650) or a rank is missing (S651).
 
     The first rank writes digests of its items, which the others compare with theirs; only for items
@@ -172,7 +175,7 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     """
     if (store := shared_store()) is None:
         return
-    here, room = comm.here(), _key_prefix(store)
+    here, room = comm.current_world(), _key_prefix(store)
     mine = {item.name: _digest(item) for item in items}
     first = json.loads(store.compare_set(f"{room}/first", "", json.dumps(mine)))
     for name in (name for name, digest in first.items() if mine.get(name) != digest):
@@ -182,13 +185,13 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     store.add(f"{room}/came", 1)
     # all ranks poll the store: few ranks may poll often, and then build without delay
     most = min(_MOST, 2 * _LEAST * here.size)
-    complete = until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
+    complete = poll_until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
     absent = [] if complete else [r for r in range(here.size) if not store.check([f"{room}/{r}"])]
-    verdict = {} if complete else missing(absent, here.size, wait)
+    verdict = {} if complete else missing_ranks_verdict(absent, here.size, wait)
     _raise_verdict(store, f"{room}/verdict", verdict)
     if store.check([f"{room}/unlike"]):
         for name in (name for name in first if store.check([f"{room}/unlike/{name}"])):
-            item = next((item for item in items if item.name == name), Item(name, {}))
+            item = next((item for item in items if item.name == name), AgreementItem(name, {}))
             _compare_parts(store, f"{room}/parts/{name}", item, wait)
 
 
@@ -198,15 +201,15 @@ def round_name() -> str:
     "" if the round has a store of its own: torchrun counts restarts on each node separately, so
     that nodes which joined later have other numbers.
     """
-    return "" if own_round() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "" if has_round_store() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def own_round() -> bool:
+def has_round_store() -> bool:
     """Return whether torchrun lets rank 0 keep a store for this round only."""
-    return os.environ.get(FRESH) == "1" and JOB in os.environ
+    return os.environ.get(FRESH_STORE) == "1" and JOB in os.environ
 
 
-def meet(wait: float) -> Any:
+def rendezvous(wait: float) -> Any:
     """Wait until all ranks of this round of the job are there; return its store.
 
     Raises Refusal S651 if ranks that torchrun has started do not come: torch's own rendezvous would
@@ -217,16 +220,16 @@ def meet(wait: float) -> Any:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None
-    store = _store_of_round(world, wait) if own_round() else job_store()
+    store = _store_of_round(world, wait) if has_round_store() else job_store()
     if store is None:
         return None
-    if own_round() or devices.accelerator() is None:  # else the agent of its node watches it
-        reach.keep(store.clone)
+    if has_round_store() or devices.accelerator() is None:  # else the agent of its node watches it
+        store_watch.watch_store(store.clone)
     room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
     store.add(count, 1)
-    if not until(lambda: bool(store.add(count, 0) >= world), wait):
+    if not poll_until(lambda: bool(store.add(count, 0) >= world), wait):
         refuse_missing(
             [one for one in range(world) if not store.check([f"{room}/{one}"])], world, wait
         )
@@ -235,7 +238,7 @@ def meet(wait: float) -> Any:
 
 def refuse_missing(gone: Sequence[int], world: int, wait: float) -> NoReturn:
     """Raise Refusal S651 for ranks that have not come, or no longer answer."""
-    raise _refusal(missing(gone, world, wait))
+    raise _refusal(missing_ranks_verdict(gone, world, wait))
 
 
 def _store_of_round(world: int, wait: float) -> Any:
@@ -257,9 +260,9 @@ def _store_of_round(world: int, wait: float) -> Any:
     if keeps:
         return made()
     # for a dead machine torch tries one address after the other, each for the full timeout
-    if not until(lambda: _answers(host, port), wait):
+    if not poll_until(lambda: _answers(host, port), wait):
         refuse_missing([0], world, wait)
-    reach.keep(made)
+    store_watch.watch_store(made)
     try:
         return made()
     except (RuntimeError, TimeoutError):
@@ -275,11 +278,11 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def tell(error: Exception) -> None:
+def report_failure(error: Exception) -> None:
     """Give the verdict that this rank cannot build, with the reason, unless all ranks raise it."""
     if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
         why = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
-        here, room = comm.here(), _key_prefix(store)
+        here, room = comm.current_world(), _key_prefix(store)
         title, notes = f"rank {here.rank} cannot build its part", [f"rank {here.rank} says: {why}"]
         refusal = _verdict("S650", title, notes, ()) | {"refuses": here.rank}
         store.compare_set(f"{room}/verdict", "", json.dumps(refusal))
@@ -299,12 +302,12 @@ def shared_store() -> Any:
 
     Private: torch has no public access to the store that it made for the job.
     """
-    if comm.here().size == 1 or dist.get_backend() == "fake":
+    if comm.current_world().size == 1 or dist.get_backend() == "fake":
         return None
     return c10d._get_default_store()
 
 
-def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
+def poll_until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
     """Poll until `ready` returns True, at last every `most` seconds; return False after the time
     limit."""
     end, pause = time.monotonic() + seconds, _LEAST
@@ -318,8 +321,8 @@ def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> boo
 
 def _key_prefix(store: Any) -> str:
     """Return the prefix of the keys of this rank's next agreement."""
-    here = comm.here()
-    part = "".join(f"{each}," for each in here.part)
+    here = comm.current_world()
+    part = "".join(f"{each}," for each in here.ranks_in_job)
     return f"schedlang/{part}{store.add(f'schedlang/{part}turn/{here.rank}', 1)}"
 
 
@@ -334,18 +337,18 @@ def _raise_verdict(store: Any, key: str, proposed: Mapping[str, Any]) -> None:
         raise refusal
 
 
-def _compare_parts(store: Any, place: str, item: Item, wait: float) -> None:
+def _compare_parts(store: Any, place: str, item: AgreementItem, wait: float) -> None:
     """Write this rank's parts of an item; rank 0 compares, and all ranks raise its verdict."""
-    rank, verdict, proposed = comm.here().rank, f"{place}/verdict", dict[str, Any]()
-    keys = [f"{place}/{each}" for each in range(comm.here().size)]
+    rank, verdict, proposed = comm.current_world().rank, f"{place}/verdict", dict[str, Any]()
+    keys = [f"{place}/{each}" for each in range(comm.current_world().size)]
     store.set(keys[rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
     wanted = keys if rank == 0 else [verdict]
-    if not until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
+    if not poll_until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
         proposed = _verdict("S651", "another rank has ended while the ranks met", (), ())
     elif rank == 0:
         everyone = _read(store, keys)
-        if not item.held or _has_conflict({id(parts): parts for parts in everyone}.values()):
-            title, notes = differences(item, dict(enumerate(everyone)))
+        if not item.partial or _has_conflict({id(parts): parts for parts in everyone}.values()):
+            title, notes = describe_differences(item, dict(enumerate(everyone)))
             proposed = _verdict("S650", title, notes, item.helps)
     _raise_verdict(store, verdict, proposed)
 
@@ -357,7 +360,7 @@ def _read(store: Any, keys: Sequence[str]) -> list[Any]:
     return [known[data] for data in found]
 
 
-def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
+def missing_ranks_verdict(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
     """Describe the refusal (S651) for ranks that have not come within `wait` seconds."""
     verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
     return _verdict(
@@ -383,7 +386,7 @@ def _refusal(verdict: Mapping[str, Any]) -> Refusal:
 # -- held by some --------------------------------------------------------------------------------
 
 
-def _digest(item: Item) -> str:
+def _digest(item: AgreementItem) -> str:
     text = json.dumps(sorted(item.parts.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -399,7 +402,9 @@ def _has_conflict(parts_of_ranks: Iterable[Mapping[str, str]]) -> bool:
 # -- in words ------------------------------------------------------------------------------------
 
 
-def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
+def describe_differences(
+    item: AgreementItem, everyone: Mapping[int, Mapping[str, str]]
+) -> tuple[str, list[str]]:
     """Return a title that names ranks and item, and a note for each of the first differing parts.
 
     The majority is assumed to be right; of two equally large groups the one with the lowest rank.
@@ -410,7 +415,7 @@ def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[
         values = {
             rank: parts.get(name)
             for rank, parts in everyone.items()
-            if name in parts or not item.held
+            if name in parts or not item.partial
         }
         if len(set(values.values())) < 2:
             continue
@@ -434,14 +439,14 @@ def _majority_value(values: Mapping[int, str | None]) -> str | None:
 
 
 def _difference_note(
-    item: Item,
+    item: AgreementItem,
     name: str,
     values: Mapping[int, str | None],
     others: Sequence[int],
     usual: str | None,
 ) -> str:
     what = f"`{name}`" if name else "it"
-    if not item.shown and usual is not None and values[others[0]] is not None:
+    if not item.readable and usual is not None and values[others[0]] is not None:
         return (
             f"{what} differs on {_ranks(others)} from that of {_ranks(_ranks_with(values, usual))}"
         )

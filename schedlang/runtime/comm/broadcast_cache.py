@@ -22,7 +22,7 @@ class BroadcastCache:
         default_factory=weakref.WeakKeyDictionary
     )
 
-    def once(
+    def broadcast(
         self, group: dist.ProcessGroup, digest: bytes, mine: bytes, source: int | None
     ) -> bytes:
         """Return the value of a digest; `source` broadcasts it unless it is cached.

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, facts_of_unknown, suggest_name
 from schedlang.ir.mesh import Mesh
 from schedlang.runtime import device as devices
-from schedlang.runtime.adapters.torch_compile import fresh
+from schedlang.runtime.adapters.torch_compile import returns_new_tensor
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.world import GATHER, SCATTER, number
+from schedlang.runtime.comm.world import ALL_GATHER, REDUCE_SCATTER, job_rank
 from schedlang.runtime.device import HOST
 
 
@@ -61,7 +61,7 @@ _listeners: list[Listener] = []
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_collectives(listener: Listener) -> Iterator[None]:
     """Call `listener(kind, group, bytes)` at each collective within the block; bytes of the full
     tensor."""
     _listeners.append(listener)
@@ -80,7 +80,7 @@ def count(kind: str, group: Group, whole: Tensor) -> None:
 # -- plain collectives: they return a new tensor, the input does not change ------------------------
 
 
-def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
+def output_like(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
     """Return a tensor of this shape for the result of a collective on `x`.
 
     In a dry run it is written from `x`, so that code which follows values sees that it depends on
@@ -92,7 +92,7 @@ def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
     return out
 
 
-@fresh
+@returns_new_tensor
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum over the group, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -102,21 +102,23 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-@fresh
+@returns_new_tensor
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim` in group order."""
     x = x.contiguous()
-    out = room(x, (group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,), group)
+    out = output_like(
+        x, (group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,), group
+    )
     count("all-gather", group, out)
     if group.pg is not None:
-        getattr(dist, GATHER)(out, x, group=group.pg)
+        getattr(dist, ALL_GATHER)(out, x, group=group.pg)
     if dim % x.ndim == 0 and not group.order:
         return out
     parts = out.chunk(group.size)
     return torch.cat([parts[place] for place in group.order] if group.order else parts, dim)
 
 
-@fresh
+@returns_new_tensor
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's shard along `dim` of the sum over the group."""
     parts = x
@@ -124,14 +126,14 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         pieces = x.chunk(group.size, dim)
         places = [group.order.index(k) for k in range(group.size)] if group.order else ()
         parts = torch.cat([pieces[part] for part in places] if places else pieces)
-    out = room(x, (parts.shape[0] // group.size, *parts.shape[1:]), group)
+    out = output_like(x, (parts.shape[0] // group.size, *parts.shape[1:]), group)
     count("reduce-scatter", group, x)
     if group.pg is not None:
-        getattr(dist, SCATTER)(out, parts.contiguous(), group=group.pg)
+        getattr(dist, REDUCE_SCATTER)(out, parts.contiguous(), group=group.pg)
     return out
 
 
-@fresh
+@returns_new_tensor
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Return the tensor of the rank at index `source`; of others only shape and dtype are used."""
     # a new tensor at the source too: a recomputation that stores results writes them into it
@@ -139,7 +141,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
     count("broadcast", group, out)
     if group.pg is not None:
-        dist.broadcast(out, src=number(group.ranks[source]), group=group.pg)
+        dist.broadcast(out, src=job_rank(group.ranks[source]), group=group.pg)
     return out
 
 
@@ -148,11 +150,11 @@ def reduce_to(x: Tensor, target: int, group: Group) -> Tensor | None:
     out = x.clone(memory_format=torch.contiguous_format)
     count("reduce", group, out)
     if group.pg is not None:
-        dist.reduce(out, dst=number(group.ranks[target]), group=group.pg)
+        dist.reduce(out, dst=job_rank(group.ranks[target]), group=group.pg)
     return out if group.rank == target else None
 
 
-def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
+def local_shard(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's equal shard of `x` along `dim`."""
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
@@ -196,7 +198,7 @@ class _Gather(torch.autograd.Function):
         if torch.is_grad_enabled():
             back = scatter_sum if ctx.differ else split
         else:
-            back = reduce_scatter if ctx.differ else own_part
+            back = reduce_scatter if ctx.differ else local_shard
         return back(grads[0], ctx.dim, ctx.group), None, None, None
 
 
@@ -204,7 +206,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group, pending: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.pending = dim, group, pending
-        return reduce_scatter(x, dim, group) if pending else own_part(x, dim, group)
+        return reduce_scatter(x, dim, group) if pending else local_shard(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -216,7 +218,7 @@ class _Scatter(torch.autograd.Function):
 
 
 # functions with one kind of collective each, without a sum over another axis and without moves
-PLAIN = (_Enter, _Reduce, _Gather, _Scatter)
+PLAIN_FUNCTIONS = (_Enter, _Reduce, _Gather, _Scatter)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
@@ -249,8 +251,8 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return cast(Tensor, _Scatter.apply(x, dim, group, False))  # type: ignore[no-untyped-call]
 
 
-@fresh
-def exchanged(
+@returns_new_tensor
+def all_to_all_rows(
     x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
 ) -> Tensor:
     """Send rows of `x` to the ranks of a group, in group order; return the rows received from them.
@@ -259,7 +261,7 @@ def exchanged(
     Without a process group (a dry run) only the shape is right.
     """
     rows = sum(take) if take else x.shape[0]
-    out = room(x, (rows, *x.shape[1:]), group)
+    out = output_like(x, (rows, *x.shape[1:]), group)
     count("all-to-all", group, x)
     if group.pg is not None:
         dist.all_to_all_single(
@@ -274,33 +276,35 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, group: Group, give: Sequence[int], take: Sequence[int]
     ) -> Tensor:
         ctx.group, ctx.give, ctx.take = group, give, take
-        return exchanged(x, group, give, take)
+        return all_to_all_rows(x, group, give, take)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = exchange if torch.is_grad_enabled() else exchanged
+        back = exchange_rows if torch.is_grad_enabled() else all_to_all_rows
         return back(grads[0], ctx.group, ctx.take, ctx.give), None, None, None
 
 
-def exchange(x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()) -> Tensor:
-    """Exchange rows like `exchanged`; the gradients of rows are sent back."""
+def exchange_rows(
+    x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
+) -> Tensor:
+    """Exchange rows like `all_to_all_rows`; the gradients of rows are sent back."""
     return cast(Tensor, _Exchange.apply(x, group, give, take))  # type: ignore[no-untyped-call]
 
 
-def switch(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
+def switch_sharded_dim(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
     """Convert a shard along dim `held` to a shard along dim `wanted`.
 
     One all-to-all of the shard, and one in backward (Zhao et al.: DSP, Dynamic Sequence
     Parallelism, 2024).
     """
     parts = torch.cat([part.flatten() for part in x.chunk(group.size, wanted)])
-    came = exchange(parts.view(group.size, -1), group)
+    came = exchange_rows(parts.view(group.size, -1), group)
     shape = [*x.shape]
     shape[wanted] //= group.size
     return torch.cat([part.view(shape) for part in came.unbind(0)], held)
 
 
-class Total(torch.autograd.Function):
+class TotalSum(torch.autograd.Function):
     """All-reduce in forward and in backward."""
 
     @staticmethod
@@ -312,19 +316,19 @@ class Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Sum the gradients: each rank used the total for its own rows or positions."""
-        back = summed if torch.is_grad_enabled() else all_reduce
+        back = sum_over_ranks if torch.is_grad_enabled() else all_reduce
         return back(grads[0], ctx.group), None
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """Return the sum of `x` over the ranks of a group; gradients are summed too."""
-    return cast(Tensor, Total.apply(x, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, TotalSum.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 T = TypeVar("T")
 
 
-class Ranks:
+class RankGroups:
     """The groups of ranks that a program communicates with; made once, when it is built.
 
     device  where this rank computes: collectives of a step get tensors on this device
@@ -333,7 +337,7 @@ class Ranks:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device = devices.HOST) -> None:
-        self.world = comm.here()
+        self.world = comm.current_world()
         if self.world.size != mesh.world:
             raise Refusal(_wrong_world(mesh, self.world.size))
         served = self.world.backends
@@ -344,7 +348,7 @@ class Ranks:
         self.at = mesh.coordinates(self.rank)
         self._along: dict[tuple[str, ...], Group] = {}  # looked up by every sharded module
 
-    def place(self, axis: str) -> int:
+    def coordinate(self, axis: str) -> int:
         """Return the coordinate of this rank along an axis or a view, from 0; refuses others
         (S204)."""
         if axis not in self.mesh.names:
@@ -352,8 +356,8 @@ class Ranks:
                 "S204",
                 f"the mesh has no axis `{axis}`",
                 notes=(f"the mesh is {self.mesh}",),
-                helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
-                facts=unknown(axis, self.mesh.names),
+                helps=(suggest_name(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
+                facts=facts_of_unknown(axis, self.mesh.names),
             )
         return self.mesh.index(self.rank, axis)
 
@@ -377,31 +381,33 @@ class Ranks:
         order = tuple(group.ranks.index(rank) for rank in ranks)
         return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
-    def again(self, over: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
+    def another_group(self, over: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
         """Return another process group of the same ranks, whose traffic waits for no other."""
-        return self.world.made(self.mesh.groups(self.mesh.fold(over)), purpose)
+        return self.world.make_group(self.mesh.groups(self.mesh.fold(over)), purpose)
 
-    def between(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
+    def message_group(
+        self, over: str | Sequence[str], purpose: str = ""
+    ) -> comm.ProcessGroup | None:
         """Return a process group of the same ranks in which messages of pairs do not wait for each
         other."""
-        return self.world.between(self.mesh.groups(self.mesh.fold(over)), purpose)
+        return self.world.make_message_group(self.mesh.groups(self.mesh.fold(over)), purpose)
 
-    def on_host(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
+    def host_group(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
         """Return a process group of the same ranks for host data; None for a group of one."""
         groups = self.mesh.groups(self.mesh.fold(over))
-        return self.world.on_host(groups, purpose) if len(groups[0]) > 1 else None
+        return self.world.host_group(groups, purpose) if len(groups[0]) > 1 else None
 
     @property
-    def one_way(self) -> bool:
+    def messages_may_deadlock(self) -> bool:
         """Whether messages in both directions between two ranks could deadlock in one group."""
-        return self.world.queues(self.device)
+        return self.world.orders_messages(self.device)
 
     def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
         """Return this rank's group among disjoint ones that need not cover the world; None if in
         none."""
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         if mine is None:
-            self.world.made(groups)
+            self.world.make_group(groups)
             return None
         return self._made((name,), groups, mine.index(self.rank))
 
@@ -409,7 +415,7 @@ class Ranks:
         mine = next(ranks for ranks in groups if self.rank in ranks)
         if max(map(len, groups)) == 1:
             return Group(axes, mine, place, device=self.device)
-        made = self.world.made(groups)
+        made = self.world.make_group(groups)
         return Group(axes, mine, place, made if len(mine) > 1 else None, device=self.device)
 
     def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
@@ -420,13 +426,13 @@ class Ranks:
 
 
 @contextmanager
-def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
+def enter_given_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
     """Make these ranks of the job the world, inside the block; None: no change. Raises Refusal
     S607."""
     if ranks is None:
         yield
         return
-    job = comm.job()
+    job = comm.job_world()
     part = tuple(ranks)
     fits = all(type(rank) is int and 0 <= rank < job.size for rank in part)
     fits = fits and part == tuple(sorted({*part}))
@@ -437,11 +443,11 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
         title = f"a program for ranks {named} cannot be built here: {why}"
         helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
         raise Refusal.of("S607", title, helps=helps)
-    with comm.within(part):
+    with comm.enter_ranks(part):
         yield
 
 
-def in_its_world(cls: type[T]) -> type[T]:
+def run_in_own_world(cls: type[T]) -> type[T]:
     """Decorate a class whose public methods run in the world of its program's ranks."""
     for name, found in list(vars(cls).items()):
         if isinstance(found, FunctionType) and not name.startswith("_"):
@@ -455,7 +461,7 @@ def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
         part = self.assembly.ranks.world.part
         if not part:
             return method(self, *args, **kwargs)
-        with comm.within(part):
+        with comm.enter_ranks(part):
             return method(self, *args, **kwargs)
 
     return run
@@ -476,7 +482,7 @@ def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
 
 def _unserved(device: torch.device, backends: Mapping[str, str]) -> Diagnostic:
     own = {device.type: dist.get_default_backend_for_device(device)}
-    all_of = {HOST.type: comm.HOSTS, **backends, **own}
+    all_of = {HOST.type: comm.HOST_BACKEND, **backends, **own}
     wanted = ",".join(f"{kind}:{name}" for kind, name in all_of.items())
     return Diagnostic(
         "S607",

@@ -69,7 +69,7 @@ def _signature_text(parameters: list[inspect.Parameter]) -> str:
 
 
 # torch's order of arguments, where it differs from that of a pattern
-ORDER: Mapping[str, tuple[str, ...]] = {
+ARGUMENT_ORDER: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "dropout": ("input", "p", "training", "inplace"),
@@ -88,7 +88,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mean": {"keepdim": False},
     "sum": {"keepdim": False},
 }
-METHODS: Mapping[str, str] = {
+METHOD_NAMES: Mapping[str, str] = {
     **{name: name for name in FUNCTIONS if hasattr(torch.Tensor, name)},
     "float": "to",
     "type_as": "to",
@@ -129,15 +129,15 @@ def _functions() -> dict[Any, str]:
     return found
 
 
-CALLS = _functions()
+FUNCTION_NAMES = _functions()
 
 
-def operation(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | None:
+def operation_of(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | None:
     """Return the name of a node's function and its arguments by name; None if it has no name."""
-    name = name_of(node, root)
+    name = function_name(node, root)
     if name is None or node.kwargs.get("inplace"):
         return None
-    order = ORDER.get(name, FUNCTIONS[name])
+    order = ARGUMENT_ORDER.get(name, FUNCTIONS[name])
     if len(node.args) > len(order):
         order = (*order, *(f"more {place}" for place in range(len(node.args))))
     given = {**dict(zip(order, node.args)), **node.kwargs}
@@ -148,12 +148,12 @@ def operation(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | No
     return name, {**DEFAULTS.get(name, {}), **given}
 
 
-def name_of(node: fx.Node, root: nn.Module) -> str | None:
+def function_name(node: fx.Node, root: nn.Module) -> str | None:
     """Return the name of a node's function, if patterns can contain it."""
     if node.op == "call_function":
-        return CALLS.get(node.target)
+        return FUNCTION_NAMES.get(node.target)
     if node.op == "call_method":
-        return METHODS.get(str(node.target))
+        return METHOD_NAMES.get(str(node.target))
     if node.op == "call_module" and is_dropout(_module(node, root)):
         return "dropout"
     return None
@@ -168,7 +168,7 @@ def _module(node: fx.Node, root: nn.Module) -> Any:
     return root.get_submodule(str(node.target))
 
 
-def shown(node: fx.Node, root: nn.Module) -> str:
+def describe_node(node: fx.Node, root: nn.Module) -> str:
     """Describe a node for a message."""
     if node.op == "call_module":
         return f"{type(_module(node, root)).__name__} (`{node.target}`)"
@@ -181,7 +181,7 @@ def shown(node: fx.Node, root: nn.Module) -> str:
     return f"`{name}`"
 
 
-def writes(node: fx.Node) -> bool:
+def writes_in_place(node: fx.Node) -> bool:
     """Return whether a node changes a tensor in place."""
     target: Callable[..., Any] | str = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -198,7 +198,7 @@ def writes(node: fx.Node) -> bool:
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "__iadd__", "__imul__", "__isub__")
 
 
-def kernels(graph: fx.Graph, root: nn.Module) -> int:
+def count_kernels(graph: fx.Graph, root: nn.Module) -> int:
     """Return the least number of kernels that a data flow runs; a module kept as a call counts as
     2."""
     count = 0
@@ -223,7 +223,7 @@ _Trace = Callable[[FrameType, str, Any], Any]
 
 
 @contextmanager
-def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
+def record_none_tests(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
     """Record, as text, tests for None while `module` is traced that the trace answers wrongly.
 
     These are tests of values returned by children, and of Nones in the arguments `given`.
@@ -343,22 +343,28 @@ def _child_returning(node: fx.Node, module: nn.Module) -> str | None:
 # traces.
 
 
-WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # large kernels of their own
+LARGE_KERNELS = (
+    nn.Linear,
+    nn.Embedding,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)  # large kernels of their own
 _lock = threading.Lock()  # a trace patches torch's module class while it runs
 
 
 @dataclass(frozen=True)
-class Looked:
+class TraceDepth:
     """The depth of a flow: which modules stay calls, and which projections have a separate bias."""
 
-    whole: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset()
     decomposed: frozenset[str] = frozenset()
     products: bool = False  # trace into linear layers, too
-    bare: bool = False  # trace the forward inside its decorators, which the caller keeps
+    undecorated: bool = False  # trace the forward inside its decorators, which the caller keeps
 
 
 @dataclass(frozen=True)
-class Given:
+class FlowArguments:
     """The arguments of a call by name: inputs of the flow (`tensors`), and constants."""
 
     tensors: Mapping[str, Any]
@@ -367,45 +373,47 @@ class Given:
     @property
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for calls with the same flow."""
-        inside = tuple((n, inside_of(v)) for n, v in self.tensors.items())
+        inside = tuple((n, structure_of(v)) for n, v in self.tensors.items())
         return inside, tuple((n, repr(v)) for n, v in self.constants.items())
 
 
-def inside_of(value: Any) -> Any:
+def structure_of(value: Any) -> Any:
     """Return the structure of an argument that a trace may ask for.
 
     This is: keys of a dict, length of a list, and which items are None.
     """
     if isinstance(value, dict):
-        return "dict", *((key, inside_of(one)) for key, one in value.items())
+        return "dict", *((key, structure_of(one)) for key, one in value.items())
     if isinstance(value, tuple | list):
-        return "list", *(inside_of(one) for one in value)
+        return "list", *(structure_of(one) for one in value)
     return "none" if value is None else "value"
 
 
-def like(inside: Any) -> Any:
-    """Return a value with this structure, see `inside_of`."""
+def value_with_structure(inside: Any) -> Any:
+    """Return a value with this structure, see `structure_of`."""
     if isinstance(inside, str):
         return None if inside == "none" else inside
     kind, *parts = inside
-    made = [like(part[1] if kind == "dict" else part) for part in parts]
+    made = [value_with_structure(part[1] if kind == "dict" else part) for part in parts]
     return dict(zip((part[0] for part in parts), made)) if kind == "dict" else made
 
 
-def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+def flow_arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> FlowArguments:
     """Split the arguments of a call of a module's own forward into tensors and constants."""
     named = arguments_of(type(module).forward)(module, *args, **kwargs)
     parts = {n: v for n, v in named.items() if _holds(v)}
-    return Given(parts, {n: v for n, v in named.items() if n not in parts})
+    return FlowArguments(parts, {n: v for n, v in named.items() if n not in parts})
 
 
-def imagined(module: nn.Module) -> Given:
+def invented_arguments(module: nn.Module) -> FlowArguments:
     """Invent a call with a tensor for each required argument, and defaults for the others."""
     found = list(inspect.signature(type(module).forward).parameters.values())[1:]
     free: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     needed = {p.name: torch.empty(0) for p in found if p.default is p.empty and p.kind not in free}
     rest = {p.name: free.get(p.kind, p.default) for p in found if p.name not in needed}
-    return Given(needed, rest)
+    return FlowArguments(needed, rest)
 
 
 def _holds(value: Any) -> bool:
@@ -414,14 +422,14 @@ def _holds(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def flow(module: nn.Module, given: Given, looked: Looked) -> fx.Graph:
+def trace_flow(module: nn.Module, given: FlowArguments, looked: TraceDepth) -> fx.Graph:
     """Trace one call; return its data flow, or raise Refusal S883."""
     tracer = Tracer(module, given, looked)
-    with _lock, plain_torch():
+    with _lock, without_function_modes():
         try:
             while True:
                 try:
-                    with asked(module, given.tensors) as questions:
+                    with record_none_tests(module, given.tensors) as questions:
                         graph = tracer.trace(module)
                 except _DrawsRandom as inside:
                     tracer = Tracer(module, given, looked, tracer.whole | {inside.path})
@@ -476,16 +484,20 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else changes of a buffer would be executed while tracing
 
     def __init__(
-        self, module: nn.Module, given: Given, looked: Looked, whole: Set[str] = frozenset()
+        self,
+        module: nn.Module,
+        given: FlowArguments,
+        looked: TraceDepth,
+        whole: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.module, self.given, self.looked = module, given, looked
-        self.whole = looked.whole | whole
+        self.whole = looked.calls | whole
         self.inside: list[str] = []
 
     def create_args_for_root(self, root_fn: Any, *given: Any) -> Any:
         """Return the function to trace, and its arguments."""
-        followed = inspect.unwrap(root_fn) if self.looked.bare else root_fn
+        followed = inspect.unwrap(root_fn) if self.looked.undecorated else root_fn
         return super().create_args_for_root(followed, *given)
 
     def create_arg(self, a: Any) -> Any:
@@ -504,9 +516,9 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module stays a call: large kernels, dropout, and modules with hooks or
         layers."""
-        products = () if self.looked.products else WHOLE
+        products = () if self.looked.products else LARGE_KERNELS
         kept = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
-        return kept or touched(m)
+        return kept or has_changed_call(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Trace a child's call; a projection with a separate bias becomes a product and an
@@ -514,7 +526,7 @@ class Tracer(fx.Tracer):
         path = self.path_of_module(m)
         if path in self.looked.decomposed:
             at = self.create_proxy("get_attr", path, (), {})
-            product = self.create_proxy("call_function", without_bias, (at, *args), kwargs)
+            product = self.create_proxy("call_function", sharded_product, (at, *args), kwargs)
             bias = self.create_proxy("get_attr", f"{path}.bias", (), {})
             return self.create_proxy("call_function", operator.add, (product, bias), {})
         self.inside.append(path)
@@ -551,7 +563,7 @@ class Tracer(fx.Tracer):
         return super().iter(obj)
 
 
-def touched(module: nn.Module) -> bool:
+def has_changed_call(module: nn.Module) -> bool:
     """Return whether hooks or a replaced forward change a call of this module."""
     hooks = (
         module._forward_hooks,
@@ -568,15 +580,15 @@ def _is_scope_hook(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == "schedlang.runtime.scope"
 
 
-def without_bias(module: nn.Module, x: Tensor) -> Tensor:
+def sharded_product(module: nn.Module, x: Tensor) -> Tensor:
     """Return the product of a projection, also where it is sharded; its bias is added outside."""
-    from schedlang.runtime.fusion.decomposed import product
+    from schedlang.runtime.fusion.decomposed_bias import product_without_bias
 
-    return product(module, x)
+    return product_without_bias(module, x)
 
 
 @contextmanager
-def plain_torch() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
     """Leave all function modes within the block."""
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
@@ -590,7 +602,7 @@ def any_outside() -> bool:
     return any(getattr(mode, "outside", False) for mode in modes)
 
 
-def owned(module: nn.Module) -> bool:
+def has_replaced_forward(module: nn.Module) -> bool:
     """Return whether the module's own forward was replaced."""
     layers = layers_of(module)
     return layers is not None and (

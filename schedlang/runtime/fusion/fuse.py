@@ -15,31 +15,35 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
-from schedlang.runtime.adapters.torch_compile import compiled, keeping, keeps_buffers
-from schedlang.runtime.device import device_of, not_there
+from schedlang.runtime.adapters.torch_compile import (
+    compile_keeping_buffers,
+    compile_one_graph,
+    keeps_buffers,
+)
+from schedlang.runtime.declined_calls import note_declined
+from schedlang.runtime.device import device_of, is_meta
 from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.fusion.dataflow import (
-    Given,
-    Looked,
+    FlowArguments,
+    TraceDepth,
     any_outside,
-    flow,
-    given_of,
-    owned,
-    plain_torch,
+    flow_arguments_of,
+    has_replaced_forward,
+    trace_flow,
+    without_function_modes,
 )
 from schedlang.runtime.fusion.rewrite import (
-    How,
     Match,
-    Miss,
-    Rewritten,
-    matches,
-    rewritten,
-    whole,
+    NearestMiss,
+    RegionOptions,
+    RewrittenFlow,
+    find_matches,
+    match_all,
+    rewrite_flow,
 )
-from schedlang.runtime.left import leave
-from schedlang.runtime.modes import on_stack
-from schedlang.runtime.sharding.leaf import make_ready, without_graph
-from schedlang.runtime.tracing.meta import tensors_in
+from schedlang.runtime.modes import modes_on_stack
+from schedlang.runtime.sharding.sharded_layer import build_forwards, graph_obstacle
+from schedlang.runtime.tracing.meta_runs import tensors_in
 
 # -- whole modules ---------------------------------------------------------------------------------
 # The compiled function replaces the forward of one instance; equal modules share graphs. A graph
@@ -51,10 +55,10 @@ from schedlang.runtime.tracing.meta import tensors_in
 # around the region, and `check_fused` checks the compiled region in the dtype that it trains in.
 
 
-LIMIT = 16  # graphs of one forward; with more, compiling costs more than it gains
+MAX_GRAPHS = 16  # graphs of one forward; with more, compiling costs more than it gains
 
 
-def unavailable(device: str = "cpu") -> str | None:
+def why_unavailable(device: str = "cpu") -> str | None:
     """Return why inductor cannot compile for a device here; None if it can."""
     if device != "cpu":
         from torch.utils._triton import has_triton
@@ -81,22 +85,22 @@ def fuse(module: nn.Module, *, rounding: str = "fp32") -> None:
     if the forward is not one graph.
     """
     device = device_of(module.parameters())
-    missing = unavailable(device.type) if not not_there(device) else None
+    missing = why_unavailable(device.type) if not is_meta(device) else None
     if missing:
         raise _refusal("S831", "inductor cannot compile here", missing)
     if layer_of(module, "kernel") or layer_of(module, "attend"):
         name = type(module).__name__
         raise _refusal("S832", f"`{name}` already has a kernel", "fuse a module around it")
-    wrap(module, "fuse", Fuse(type(module).__name__, rounding, module))
+    wrap(module, "fuse", FusedForward(type(module).__name__, rounding, module))
 
 
-def graphs(module: nn.Module) -> int:
+def count_graphs(module: nn.Module) -> int:
     """Return the number of graphs compiled for a module's own forward; equal modules share them."""
     layer = layer_of(module, "fuse")
-    return layer.graphs if isinstance(layer, Fuse) else 0
+    return layer.graphs if isinstance(layer, FusedForward) else 0
 
 
-class Fuse:
+class FusedForward:
     """The layer that calls the compiled form of a forward."""
 
     def __init__(
@@ -121,22 +125,22 @@ class Fuse:
         """Run the compiled forward; run eagerly, and record this, if a mode or the module requires
         it."""
         if not self.looked and self.module is not None:
-            self.looked, self.eager = True, self.eager or without_graph(self.module)
-        modes = on_stack()
+            self.looked, self.eager = True, self.eager or graph_obstacle(self.module)
+        modes = modes_on_stack()
         reasons = [why for mode in modes if (why := mode.eager)]
         reasons += [self.eager] if self.eager and torch.is_grad_enabled() else []
         if reasons and self.module is not None:
-            leave(self.module, "fuse", reasons[0])
+            note_declined(self.module, "fuse", reasons[0])
         if self.eager or any(not mode.compiles for mode in modes):
             return inner(*args, **kwargs)
         versions: list[tuple[Tensor, int]] = []
         if self.compiled is None:
             if self.module is not None:
-                make_ready(self.module)
+                build_forwards(self.module)
             self.compiled = _compile(inner, self.rounding)
             tracked = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
             versions = [(one, one._version) for one in tracked]
-        without_modes = plain_torch() if modes or any_outside() else nullcontext()
+        without_modes = without_function_modes() if modes or any_outside() else nullcontext()
         with without_modes, _count_graphs(self), _refuse_breaks(self.name):
             out = self.compiled(*args, **kwargs)
         if any(one._version != version for one, version in versions):
@@ -149,7 +153,9 @@ class Fuse:
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
-    return compiled(_with_own_code(inner), LIMIT, _BACKENDS[rounding, keeps_buffers()])
+    return compile_one_graph(
+        _with_own_code(inner), MAX_GRAPHS, _BACKENDS[rounding, keeps_buffers()]
+    )
 
 
 _codes: dict[tuple[type, FunctionType], FunctionType] = {}
@@ -179,11 +185,11 @@ def _with_own_code(inner: Callable[..., Any]) -> Callable[..., Any]:
     return MethodType(_codes[key], module)
 
 
-_counting_layers: list[Fuse] = []
+_counting_layers: list[FusedForward] = []
 
 
 @contextmanager
-def _count_graphs(layer: Fuse) -> Iterator[None]:
+def _count_graphs(layer: FusedForward) -> Iterator[None]:
     _counting_layers.append(layer)
     try:
         yield
@@ -200,7 +206,10 @@ def _backend(graph: torch.fx.GraphModule, inputs: Any, rounding: str) -> Any:
     if _counting_layers:
         _counting_layers[-1].graphs += 1
     casts = rounding == "eager"
-    with inductor.patch(fallback_random=True, emulate_precision_casts=casts), keeping():
+    with (
+        inductor.patch(fallback_random=True, emulate_precision_casts=casts),
+        compile_keeping_buffers(),
+    ):
         return compile_fx(graph, inputs)
 
 
@@ -228,7 +237,8 @@ def _refuse_breaks(name: str) -> Iterator[None]:
         raise _refusal(
             "S834",
             f"`{name}` is compiled again too often",
-            f"more than {LIMIT} graphs were made for one forward, because something that it reads "
+            f"more than {MAX_GRAPHS} graphs were made for one forward, because something that it"
+            " reads "
             "differs from call to call or from layer to layer (with transformers often its cache: "
             "give the batch `use_cache=False`)",
         ) from error
@@ -244,28 +254,30 @@ def _refuse_breaks(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Told:
+class FuseRequest:
     """A pattern (None: all of the module), and how to match and compile it."""
 
     pattern: Pattern | None
-    looked: Looked
-    how: How = How()
+    depth: TraceDepth
+    options: RegionOptions = RegionOptions()
     name: str = ""  # of the module, for messages
 
 
-def found_in(module: nn.Module, request: Told, given: Given) -> tuple[Any, list[Match]]:
+def matches_in_module(
+    module: nn.Module, request: FuseRequest, given: FlowArguments
+) -> tuple[Any, list[Match]]:
     """Return the data flow of a call and the matches of the pattern; refuse (S882) without a
     match."""
-    graph = flow(module, given, request.looked)
+    graph = trace_flow(module, given, request.depth)
     if request.pattern is None:
-        return graph, [whole(graph, module)]
-    found, miss = matches(request.pattern, graph, module)
+        return graph, [match_all(graph, module)]
+    found, miss = find_matches(request.pattern, graph, module)
     if not found:
-        raise nowhere(request, request.pattern, miss)
+        raise no_match_refusal(request, request.pattern, miss)
     return graph, found
 
 
-def nowhere(request: Told, pattern: Pattern, miss: Miss) -> Refusal:
+def no_match_refusal(request: FuseRequest, pattern: Pattern, miss: NearestMiss) -> Refusal:
     """Return the refusal S882, with the reason of the nearest attempt."""
     fitted = max(miss.fitted, 0)
     of = f"{fitted} of its {pattern.body.size} calls fit"
@@ -281,28 +293,28 @@ def nowhere(request: Told, pattern: Pattern, miss: Miss) -> Refusal:
     )
 
 
-def fuse_pattern(module: nn.Module, request: Told) -> None:
+def fuse_pattern(module: nn.Module, request: FuseRequest) -> None:
     """Let a built module compute each match as one region, in place."""
     device = device_of(module.parameters())
-    inductor = request.how.backend == "inductor" and not not_there(device)
-    missing = unavailable(device.type) if inductor else None
+    inductor = request.options.backend == "inductor" and not is_meta(device)
+    missing = why_unavailable(device.type) if inductor else None
     if missing:
         raise Refusal.of("S831", "inductor cannot compile here", notes=(missing,))
-    wrap(module, "fuse", Regions(module, request))
-    if owned(module):
+    wrap(module, "fuse", FusedRegions(module, request))
+    if has_replaced_forward(module):
         name = type(module).__name__
         raise Refusal.of(
             "S832", f"`{name}` already has a kernel", helps=("leave this module unfused",)
         )
 
 
-class Regions:
+class FusedRegions:
     """The layer that runs the rewritten forward; one for each set of constants."""
 
-    def __init__(self, module: nn.Module, request: Told) -> None:
+    def __init__(self, module: nn.Module, request: FuseRequest) -> None:
         self.module, self.told = module, request
         self.eager = ""  # the reason to run the module's own forward, if any
-        self.made: dict[Any, Rewritten] = {}
+        self.made: dict[Any, RewrittenFlow] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the rewritten forwards: in a copy, children may have other hooks or rows."""
@@ -311,12 +323,12 @@ class Regions:
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten forward; call `inner` only if there is a reason to run it eagerly."""
         if self.eager:
-            leave(self.module, "fuse", self.eager)
+            note_declined(self.module, "fuse", self.eager)
             return inner(*args, **kwargs)
-        given = given_of(self.module, args, kwargs)
+        given = flow_arguments_of(self.module, args, kwargs)
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
-            graph, found = found_in(self.module, self.told, given)
-            self.made[key] = rewritten(graph, found, self.module, self.told.how)
+            graph, found = matches_in_module(self.module, self.told, given)
+            self.made[key] = rewrite_flow(graph, found, self.module, self.told.options)
         made = self.made[key]
         return made.run(self.module, *(given.tensors[name] for name in made.names))

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from schedlang.language.patterns import COMMUTES, Const, Op, Pattern, Term, Var
-from schedlang.runtime.adapters.torch_compile import keeping
+from schedlang.language.patterns import COMMUTATIVE, Const, Op, Pattern, Term, Var
+from schedlang.runtime.adapters.torch_compile import compile_keeping_buffers
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.fusion.dataflow import (
+    describe_node,
+    function_name,
     is_dropout,
-    name_of,
-    operation,
-    plain_torch,
-    shown,
-    writes,
+    operation_of,
+    without_function_modes,
+    writes_in_place,
 )
-from schedlang.runtime.modes import on_stack
+from schedlang.runtime.modes import modes_on_stack
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.rowwise_kernels.operator import Generated, refusal
+from schedlang.runtime.rowwise_kernels.rowwise_operator import RowwiseRegion, not_rowwise_refusal
 
 # -- inductor for one region -----------------------------------------------------------------------
 
 
-LIMIT = 16  # sets of shapes of one region; with more, it is compiled for any shape, or refused
+MAX_SHAPES = 16  # sets of shapes of one region; with more, it is compiled for any shape, or refused
 
 
-def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
+def compile_region(plain: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
     """Compile a function with inductor; `count` is called for each graph.
 
     rounding  "eager": intermediate results are rounded to the working dtype as in eager mode;
@@ -45,7 +45,7 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
         from torch._inductor.compile_fx import compile_fx
 
         count()
-        with inductor.patch(emulate_precision_casts=rounding == "eager"), keeping():
+        with inductor.patch(emulate_precision_casts=rounding == "eager"), compile_keeping_buffers():
             return compile_fx(graph, inputs)
 
     return torch.compile(plain, fullgraph=True, backend=backend)
@@ -60,7 +60,7 @@ class Match:
 
     nodes: tuple[fx.Node, ...]
     bound: Mapping[str, Any]
-    several: tuple[fx.Node, ...] = ()  # results, where they are more than the last call's
+    multiple_results: tuple[fx.Node, ...] = ()  # results, where they are more than the last call's
 
     @property
     def root(self) -> fx.Node:
@@ -70,11 +70,11 @@ class Match:
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes of the results."""
-        return self.several or (self.root,)
+        return self.multiple_results or (self.root,)
 
 
 @dataclass
-class Miss:
+class NearestMiss:
     """The nearest attempt: how many calls matched, and why not more."""
 
     fitted: int = -1
@@ -92,7 +92,7 @@ class _Try:
     """One attempt at one node; `nodes` and `bound` are restored where a branch fails."""
 
     root: nn.Module
-    miss: Miss
+    miss: NearestMiss
     nodes: list[fx.Node] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
 
@@ -118,14 +118,16 @@ class _Try:
     def _call(self, term: Op, value: Any) -> bool:
         if not isinstance(value, fx.Node):
             return self._fail(f"the pattern has `{term}` where the model has {value!r}")
-        found = operation(value, self.root)
+        found = operation_of(value, self.root)
         if found is None or found[0] != term.name:
-            text = shown(value, self.root)
+            text = describe_node(value, self.root)
             return self._fail(
                 f"the pattern has `{term}` where the model has {text}", _bias(term, value)
             )
         if value in self.nodes:
-            return self._fail(f"{shown(value, self.root)} is matched by two calls of the pattern")
+            return self._fail(
+                f"{describe_node(value, self.root)} is matched by two calls of the pattern"
+            )
         self.nodes.append(value)
         for given in _orders(term):
             before = len(self.nodes), dict(self.bound)
@@ -138,9 +140,9 @@ class _Try:
 
 
 def _orders(term: Op) -> Iterator[tuple[tuple[str, Term], ...]]:
-    yield term.given
-    if term.name in COMMUTES and len(term.given) == 2:
-        (a, left), (b, right) = term.given
+    yield term.arguments
+    if term.name in COMMUTATIVE and len(term.arguments) == 2:
+        (a, left), (b, right) = term.arguments
         yield (a, right), (b, left)
 
 
@@ -158,15 +160,17 @@ def _equal(wanted: Any, value: Any) -> bool:
 
 
 def _value_text(value: Any, root: nn.Module) -> str:
-    return shown(value, root) if isinstance(value, fx.Node) else str(value)
+    return describe_node(value, root) if isinstance(value, fx.Node) else str(value)
 
 
-def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Match], Miss]:
+def find_matches(
+    pattern: Pattern, graph: fx.Graph, root: nn.Module
+) -> tuple[list[Match], NearestMiss]:
     """Return all matches of a pattern that share no call, in order, and the nearest miss.
 
     Later matches have priority.
     """
-    miss, taken = Miss(), set[fx.Node]()
+    miss, taken = NearestMiss(), set[fx.Node]()
     found: list[Match] = []
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
@@ -192,12 +196,12 @@ def _why_not_one_region(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Mo
     for node in nodes[:-1]:
         other = next((user for user in node.users if user not in inside), None)
         if other is not None:
-            return f"{shown(other, root)} uses what {shown(node, root)} gives, too"
+            return f"{describe_node(other, root)} uses what {describe_node(node, root)} gives, too"
     between = False
     for node in graph.nodes:
         between = between or node is nodes[0]
-        if between and node not in inside and writes(node):
-            return f"{shown(node, root)} writes in place between its calls"
+        if between and node not in inside and writes_in_place(node):
+            return f"{describe_node(node, root)} writes in place between its calls"
         if node is nodes[-1]:
             break
     return ""
@@ -208,7 +212,7 @@ def _why_not_one_region(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Mo
 
 # functions that cannot be computed row by row, by torch's names; unknown functions are reported
 # when the kernel is made
-ACROSS = frozenset(
+NOT_ROWWISE = frozenset(
     (
         *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d"),
         *("conv3d", "embedding", "scaled_dot_product_attention", "cat", "stack", "cumsum"),
@@ -219,7 +223,7 @@ ACROSS = frozenset(
 )
 
 
-def whole(graph: fx.Graph, root: nn.Module) -> Match:
+def match_all(graph: fx.Graph, root: nn.Module) -> Match:
     """Match all calls of a flow as one; refuse (S887) with the name of a call that is not
     row-wise."""
     nodes = []
@@ -228,10 +232,10 @@ def whole(graph: fx.Graph, root: nn.Module) -> Match:
             continue
         wrong = _why_not_rowwise(node, root)
         if wrong:
-            raise refusal(wrong)
+            raise not_rowwise_refusal(wrong)
         nodes.append(node)
     if not nodes:
-        raise refusal("it computes nothing")
+        raise not_rowwise_refusal("it computes nothing")
     output = next(iter(reversed(graph.nodes)))
     results = tuple(dict.fromkeys(n for n in output.all_input_nodes if n in nodes))
     last = nodes[-1]
@@ -242,12 +246,14 @@ def _why_not_rowwise(node: fx.Node, root: nn.Module) -> str:
     """Return why a call cannot be part of a row-wise kernel; "" if it can."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return "" if is_dropout(module) else f"{shown(node, root)} is not a row-wise operator"
-    if writes(node):
-        return f"{shown(node, root)} writes in place"
+        return (
+            "" if is_dropout(module) else f"{describe_node(node, root)} is not a row-wise operator"
+        )
+    if writes_in_place(node):
+        return f"{describe_node(node, root)} writes in place"
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return f"{shown(node, root)} is not a row-wise operator" if name in ACROSS else ""
+    return f"{describe_node(node, root)} is not a row-wise operator" if name in NOT_ROWWISE else ""
 
 
 # -- the rewritten flow ----------------------------------------------------------------------------
@@ -256,11 +262,11 @@ def _why_not_rowwise(node: fx.Node, root: nn.Module) -> str:
 # original calls applied to ones: so they do not depend on the region.
 
 
-_regions: dict[tuple[str, str, str], Region] = {}
+_regions: dict[tuple[str, str, str], FusedRegion] = {}
 
 
 @dataclass(frozen=True)
-class How:
+class RegionOptions:
     """The options of regions: compiled by inductor or as generated kernels; and the rounding."""
 
     rounding: str = "fp32"
@@ -268,20 +274,20 @@ class How:
 
 
 @dataclass(eq=False)  # compared by identity
-class Region:
+class FusedRegion:
     """A function of tensors, compiled once for all places with the same source."""
 
     source: str
-    plain: Callable[..., Any]
+    eager: Callable[..., Any]
     rounding: str
     backend: str = "inductor"
     graphs: int = 0
-    fast: Callable[..., Any] | None = field(default=None, repr=False)
+    compiled: Callable[..., Any] | None = field(default=None, repr=False)
 
     @cached_property
-    def wide(self) -> Generated:
+    def float64_chain(self) -> RowwiseRegion:
         """The chain for a proof in float64."""
-        return Generated(self.plain, self.source, self.rounding, wide=True)
+        return RowwiseRegion(self.eager, self.source, self.rounding, float64=True)
 
     __name__ = "region"
 
@@ -290,30 +296,30 @@ class Region:
         if _watchers:
             _watchers[-1].append((self, given))
         if self.backend == "rowwise" and _is_float64_proof():
-            with plain_torch():
-                return self.wide(*given)
+            with without_function_modes():
+                return self.float64_chain(*given)
         if _changes_arithmetic() or any(t.is_meta for t in given if isinstance(t, Tensor)):
-            return self.plain(*given)
-        if self.fast is None:
-            self.fast = self._made()
-        with plain_torch():  # it draws nothing
-            return self.fast(*given)
+            return self.eager(*given)
+        if self.compiled is None:
+            self.compiled = self._made()
+        with without_function_modes():  # it draws nothing
+            return self.compiled(*given)
 
     def _made(self) -> Callable[..., Any]:
         if self.backend == "rowwise":
-            return Generated(self.plain, self.source, self.rounding)
-        fast: Callable[..., Any] = compiled(self.plain, self._counted, self.rounding)
+            return RowwiseRegion(self.eager, self.source, self.rounding)
+        fast: Callable[..., Any] = compile_region(self.eager, self._counted, self.rounding)
         return fast
 
     def _counted(self) -> None:
         self.graphs += 1
 
 
-_watchers: list[list[tuple[Region, tuple[Any, ...]]]] = []
+_watchers: list[list[tuple[FusedRegion, tuple[Any, ...]]]] = []
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
+def record_regions() -> Iterator[list[tuple[FusedRegion, tuple[Any, ...]]]]:
     """Record, within the block, calls of regions and their arguments."""
     _watchers.append([])
     try:
@@ -324,31 +330,33 @@ def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
 
 def _changes_arithmetic() -> bool:
     """Return whether a mode is active that changes more than the draws of masks."""
-    changing = [mode for mode in on_stack() if not mode.compiles]
+    changing = [mode for mode in modes_on_stack() if not mode.compiles]
     return any(not isinstance(m, LogicalDropout) for m in changing)
 
 
 def _is_float64_proof() -> bool:
     """Return whether exactly the modes of a float64 proof are active."""
-    found = [type(mode) for mode in on_stack() if not mode.compiles]
+    found = [type(mode) for mode in modes_on_stack() if not mode.compiles]
     return Float64 in found and set(found) <= {Float64, LogicalDropout}
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class RewrittenFlow:
     """The function that runs in place of a module's forward, and its regions."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
-    regions: tuple[Region, ...]
+    regions: tuple[FusedRegion, ...]
 
 
-def rewritten(graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: How) -> Rewritten:
+def rewrite_flow(
+    graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: RegionOptions
+) -> RewrittenFlow:
     """Replace each match in the flow by one region; the graph is modified."""
     made = [_extract_region(graph, match, root, how) for match in found]
     graph.lint()
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return Rewritten(_function(graph, "self"), names, tuple(made))
+    return RewrittenFlow(_function(graph, "self"), names, tuple(made))
 
 
 def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
@@ -360,7 +368,9 @@ def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
     return made
 
 
-def _extract_region(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Region:
+def _extract_region(
+    graph: fx.Graph, match: Match, root: nn.Module, how: RegionOptions
+) -> FusedRegion:
     inside = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     outer: list[fx.Node] = []
@@ -372,7 +382,7 @@ def _extract_region(graph: fx.Graph, match: Match, root: nn.Module, how: How) ->
         return copies[node]
 
     for node in match.nodes:
-        if name_of(node, root) == "dropout":
+        if function_name(node, root) == "dropout":
             copies[node] = _mask_product(graph, node, match, root, inside, inner, outer)
         else:
             copies[node] = inside.node_copy(node, inner)
@@ -408,7 +418,7 @@ def _mask_product(
     outer: list[fx.Node],
 ) -> fx.Node:
     """Return dropout in a region: a product with a mask that is drawn before the region."""
-    found = operation(node, root)
+    found = operation_of(node, root)
     assert found is not None
     dropped = found[1]["input"]
     given = inner(dropped)
@@ -421,14 +431,16 @@ def _mask_product(
             for one in inside.nodes:
                 copied[one] = shape.node_copy(one, copied.__getitem__)
             shape.output(copied[given])
-            like = graph.call_function(Shape(_function(shape, "self")), tuple(outer[: len(fed)]))
+            like = graph.call_function(
+                OnesOfShape(_function(shape, "self")), tuple(outer[: len(fed)])
+            )
         else:
             like = graph.call_function(torch.ones_like, (dropped,))
         mask = graph.node_copy(node, lambda n: like if n is dropped else n)
     return inside.call_function(torch.mul, (given, inner(mask)))
 
 
-class Shape:
+class OnesOfShape:
     """A function that returns ones of another function's output shape, computed without values."""
 
     __name__ = "ones"
@@ -450,7 +462,7 @@ class Shape:
         return torch.ones(shape, dtype=dtype, device=first.device)
 
 
-def region_of(graph: fx.Graph, how: How) -> Region:
+def region_of(graph: fx.Graph, how: RegionOptions) -> FusedRegion:
     """Return the region of a graph; equal graphs share one region."""
     # placeholders may have been made between calls: torch requires them first
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
@@ -466,5 +478,5 @@ def region_of(graph: fx.Graph, how: How) -> Region:
         def plain(*given: Any) -> Any:
             return whole(None, *given)
 
-        _regions[key] = Region(source, plain, how.rounding, how.backend)
+        _regions[key] = FusedRegion(source, plain, how.rounding, how.backend)
     return _regions[key]

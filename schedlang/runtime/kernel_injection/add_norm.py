@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.norm import LONGEST_OF_MORE, Case, add_norm, fits
-from schedlang.kernels.norm_probes import Norm, probe_norm
-from schedlang.kernels.probe import Mismatch, seen
-from schedlang.runtime.forward import decorated
+from schedlang.kernels.norm import MAX_ROW_WITH_EXTRAS, Case, add_norm, can_add
+from schedlang.kernels.norm_probes import NormForm, probe_norm
+from schedlang.kernels.probe import Mismatch, module_key
+from schedlang.runtime.declined_calls import note_declined
+from schedlang.runtime.forward import change_innermost
 from schedlang.runtime.fusion.dataflow import (
-    Given,
-    Looked,
+    FlowArguments,
+    TraceDepth,
     arguments_of,
-    flow,
-    imagined,
-    inside_of,
-    like,
-    name_of,
-    shown,
-    touched,
-    writes,
+    describe_node,
+    function_name,
+    has_changed_call,
+    invented_arguments,
+    structure_of,
+    trace_flow,
+    value_with_structure,
+    writes_in_place,
 )
-from schedlang.runtime.left import leave
 
 # -- the probe -------------------------------------------------------------------------------------
 # Find additions with a norm: the module's own forward is traced, its children stay calls. A norm is
@@ -38,10 +38,10 @@ from schedlang.runtime.left import leave
 
 
 @dataclass(frozen=True)
-class Sums:
+class AddNorms:
     """Norms among a module's children that directly follow an addition, by the child's name."""
 
-    norms: Mapping[str, Norm]
+    norms: Mapping[str, NormForm]
 
     def cases(self) -> list[Case]:
         """Return test cases of the kernel for these norms."""
@@ -52,17 +52,17 @@ class Sums:
         ]
 
 
-def probe_sums(module: nn.Module) -> Sums | Mismatch:
+def probe_add_norms(module: nn.Module) -> AddNorms | Mismatch:
     """Return the norms after additions in a module's forward, or why there are none."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
-    norms: dict[str, Norm] = {}
+    norms: dict[str, NormForm] = {}
     reasons: dict[str, str] = {}
-    probed: dict[Hashable, Norm | Mismatch] = {}
+    probed: dict[Hashable, NormForm | Mismatch] = {}
     for name, child in module.named_children():
-        fingerprint = seen(child)
+        fingerprint = module_key(child)
         judged = probed[fingerprint] = probed.get(fingerprint) or probe_norm(child)
-        if isinstance(judged, Norm):
+        if isinstance(judged, NormForm):
             norms[name] = judged
         elif "norm" in type(child).__name__.lower():
             reasons[name] = judged.reason
@@ -70,24 +70,26 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
         said = "; ".join(f"`{name}` {reason}" for name, reason in reasons.items())
         return Mismatch(f"has no child that is a norm{said and ': '}{said}")
     try:
-        graph = flow_of(module, imagined(module))
+        graph = flow_of(module, invented_arguments(module))
     except Refusal as refusal:
         return Mismatch(": ".join((refusal.diagnostic.title, *refusal.diagnostic.notes)))
-    found = {str(place.norm.target) for place in places(graph, module, norms)}
+    found = {str(place.norm.target) for place in find_places(graph, module, norms)}
     if found:
-        return Sums({name: norm for name, norm in norms.items() if name in found})
+        return AddNorms({name: norm for name, norm in norms.items() if name in found})
     return Mismatch(
         f"has no addition right before a norm: {_describe_before_norms(graph, module, norms)}"
     )
 
 
-def _describe_before_norms(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> str:
+def _describe_before_norms(
+    graph: fx.Graph, module: nn.Module, norms: Mapping[str, NormForm]
+) -> str:
     """Describe the node before each norm."""
     descriptions = []
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
             given = node.all_input_nodes
-            what = shown(given[0], module) if given else "nothing that can be traced"
+            what = describe_node(given[0], module) if given else "nothing that can be traced"
             descriptions.append(f"before `{node.target}` is {what}")
     return "; ".join(descriptions) or "its forward calls no norm"
 
@@ -96,21 +98,23 @@ def _describe_before_norms(graph: fx.Graph, module: nn.Module, norms: Mapping[st
 
 
 @dataclass(frozen=True)
-class Place:
+class AddNormPlace:
     """An addition and the norm of its result, in a data flow."""
 
     total: fx.Node
     norm: fx.Node
 
 
-def flow_of(module: nn.Module, given: Given) -> fx.Graph:
+def flow_of(module: nn.Module, given: FlowArguments) -> fx.Graph:
     """Return the data flow of one call, without the forward's decorators, with children as
     calls."""
     whole = frozenset(name for name, _ in module.named_modules() if name)
-    return flow(module, given, Looked(whole=whole, bare=True))
+    return trace_flow(module, given, TraceDepth(calls=whole, undecorated=True))
 
 
-def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> list[Place]:
+def find_places(
+    graph: fx.Graph, module: nn.Module, norms: Mapping[str, NormForm]
+) -> list[AddNormPlace]:
     """Find norms that are called on the sum of two tensors, with no in-place write in between."""
     found, order = [], list(graph.nodes)
     for norm in order:
@@ -120,19 +124,21 @@ def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> lis
         if not isinstance(total, fx.Node) or not _is_sum(total, module):
             continue
         between = order[order.index(total) + 1 : order.index(norm)]
-        if touched(module.get_submodule(str(norm.target))) or any(map(writes, between)):
+        if has_changed_call(module.get_submodule(str(norm.target))) or any(
+            map(writes_in_place, between)
+        ):
             continue
-        found.append(Place(total, norm))
+        found.append(AddNormPlace(total, norm))
     return found
 
 
 def _is_sum(node: fx.Node, module: nn.Module) -> bool:
     both = node.args if len(node.args) == 2 and not node.kwargs else ()
     return (
-        name_of(node, module) == "add"
+        function_name(node, module) == "add"
         and len(both) == 2
         and all(isinstance(each, fx.Node) for each in both)
-        and not writes(node)
+        and not writes_in_place(node)
     )
 
 
@@ -146,7 +152,7 @@ def _is_sum(node: fx.Node, module: nn.Module) -> bool:
 
 
 # for each argument of the flow, the structure that a trace may ask for
-Inside = tuple[tuple[str, Any], ...]
+ArgumentStructures = tuple[tuple[str, Any], ...]
 Constants = tuple[tuple[str, Any], ...]
 
 _CONSTANT_TYPES = (bool, int, float, str, type(None))
@@ -154,12 +160,12 @@ _layers_by_class: dict[type, weakref.WeakSet[FusedAddNorm]] = {}  # by the class
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-class Made(NamedTuple):
+class RewrittenForward(NamedTuple):
     """A rewritten forward, the names of its arguments, and why norms are excluded from it."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
-    left: tuple[str, ...]
+    unfused: tuple[str, ...]
 
 
 class FusedAddNorm:
@@ -167,7 +173,7 @@ class FusedAddNorm:
 
     kernel = "add_norm"
 
-    def __init__(self, module: nn.Module, found: Sums) -> None:
+    def __init__(self, module: nn.Module, found: AddNorms) -> None:
         self.__setstate__({"module": module, "found": found})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,10 +183,10 @@ class FusedAddNorm:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module, self.found = state["module"], state["found"]
         # replaced, never modified: a graph of torch.compile may guard on it
-        self.made: Mapping[Any, Made] = {}
+        self.made: Mapping[Any, RewrittenForward] = {}
         forward = type(self.module).forward
         self.named = arguments_of(forward)
-        self.forward = decorated(forward, lambda _: self._run)
+        self.forward = change_innermost(forward, lambda _: self._run)
         _layers_by_class.setdefault(type(self.module), weakref.WeakSet()).add(self)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,54 +196,60 @@ class FusedAddNorm:
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         named = self.named(module, *args, **kwargs)
         constants = tuple((n, _fix_constant(v)) for n, v in named.items() if _is_constant(v))
-        inside = tuple((n, inside_of(v)) for n, v in named.items() if not _is_constant(v))
-        key = inside, tuple((n, repr(v)) for n, v in constants), self.training()
+        inside = tuple((n, structure_of(v)) for n, v in named.items() if not _is_constant(v))
+        key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if torch.compiler.is_compiling():
             _rewrite_all(type(module), inside, constants)
         elif key not in self.made:
             self.rewrite(inside, constants)
         made = self.made[key]
-        for why in made.left:
-            leave(module, "add_norm", why)
+        for why in made.unfused:
+            note_declined(module, "add_norm", why)
         return made.run(module, self, *(named[name] for name in made.names))
 
-    def training(self) -> tuple[bool, ...]:
+    def training_flags(self) -> tuple[bool, ...]:
         """Return the training flags of the module and all modules inside."""
         return tuple(m.training for m in self.module.modules())
 
-    def rewrite(self, inside: Inside, constants: Constants) -> None:
+    def rewrite(self, inside: ArgumentStructures, constants: Constants) -> None:
         """Rewrite the forward for such calls, if not done yet; raises Refusal S883 if
         impossible."""
-        key = inside, tuple((n, repr(v)) for n, v in constants), self.training()
+        key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if key not in self.made:
-            made = self._made(Given({n: like(v) for n, v in inside}, dict(constants)))
+            made = self._made(
+                FlowArguments({n: value_with_structure(v) for n, v in inside}, dict(constants))
+            )
             self.made = {**self.made, key: made}
 
-    def _made(self, given: Given) -> Made:
+    def _made(self, given: FlowArguments) -> RewrittenForward:
         graph = flow_of(self.module, given)
         names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-        found = places(graph, self.module, self.found.norms)
+        found = find_places(graph, self.module, self.found.norms)
         fused = {str(place.norm.target) for place in found}
         called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
         unfused = [name for name in self.found.norms if name in called - fused]
         left = tuple(_why_unfused(name, self.module.get_submodule(name)) for name in unfused)
-        return Made(_fuse_places(graph, found), names, left)
+        return RewrittenForward(_fuse_places(graph, found), names, left)
 
-    def both(self, owner: nn.Module, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(
+        self, owner: nn.Module, name: str, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (a + b, the norm of it by the child `name`); unfused if the shapes differ."""
-        if not fits(a, b):
-            leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
+        if not can_add(a, b):
+            note_declined(
+                self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b
+            )
             total = a + b
             return total, owner(total)
-        if a.shape[-1] > LONGEST_OF_MORE:
-            said = f"its rows have at most {LONGEST_OF_MORE} elements"
-            leave(self.module, "add_norm", said, a=a)
+        if a.shape[-1] > MAX_ROW_WITH_EXTRAS:
+            said = f"its rows have at most {MAX_ROW_WITH_EXTRAS} elements"
+            note_declined(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
         weight, bias = norm.vectors(owner, a)
         return add_norm(a, b, weight, bias, norm.form)
 
 
-def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:
+def _rewrite_all(kind: type, inside: ArgumentStructures, constants: Constants) -> bool:
     """Rewrite the forwards of all modules of a class, while torch.compile traces one of them.
 
     Returns whether there are any; raises Refusal S883 if none of them can be rewritten.
@@ -276,7 +288,7 @@ def _fix_constant(value: Any) -> Any:
 # -- the rewritten forward -------------------------------------------------------------------------
 
 
-def _fuse_places(graph: fx.Graph, found: list[Place]) -> Callable[..., Any]:
+def _fuse_places(graph: fx.Graph, found: list[AddNormPlace]) -> Callable[..., Any]:
     """Replace each place in the flow by one call; return a function of module, layer and
     arguments."""
     with graph.inserting_before(next(iter(graph.nodes))):
@@ -301,7 +313,7 @@ def _fuse_places(graph: fx.Graph, found: list[Place]) -> Callable[..., Any]:
 def _call_both(
     layer: FusedAddNorm, owner: nn.Module, name: str, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return layer.both(owner, name, a, b)
+    return layer.add_and_norm(owner, name, a, b)
 
 
 def _item(both: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -321,6 +333,6 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 
 def _why_unfused(name: str, norm: nn.Module) -> str:
     """Return why a norm that the probe found after an addition is called by itself."""
-    if touched(norm):
+    if has_changed_call(norm):
         return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
     return f"in this call there is no addition right before `{name}`"

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _LARGEST_SCORE = 1e4  # largest score that such a mask may absorb
-UNLIKE = (
+UNEQUAL_ROWS = (
     "attention by `replace_kernel(sdpa)`: an additive mask hides all keys from a query by numbers"
     " that differ; hide keys by one number (torch.finfo(dtype).min), or drop the row"
 )
 
 
-class Hidden(NamedTuple):
+class HiddenKeys(NamedTuple):
     """A mask for the fused kernel, and the queries whose keys the original mask hides.
 
     blind   [.., queries, 1]: whether the original mask hides all keys of a query
@@ -44,9 +44,9 @@ class Hidden(NamedTuple):
     """
 
     blind: Tensor
-    filled: Tensor
+    replacement: Tensor
     mask: Tensor
-    unlike: Tensor
+    unequal: Tensor
 
 
 class _ReplaceValues(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _AddKeyGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         out, q, k, v, blind, unlike = ctx.saved_tensors
-        torch._assert_async(~unlike, UNLIKE)
+        torch._assert_async(~unlike, UNEQUAL_ROWS)
         grad, out = (x.transpose(1, 2).to(q.dtype) for x in (grads[0], out))
         grad = torch.where(blind, grad, 0)
         alone = torch.where(blind, (grad * out).sum(-1, keepdim=True), 0)
@@ -102,10 +102,10 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.view(rows, heads // groups, groups, *x.shape[2:]).sum(2)
 
 
-_cache: MutableMapping[Tensor, tuple[int, Hidden]] = WeakTensorKeyDictionary()
+_cache: MutableMapping[Tensor, tuple[int, HiddenKeys]] = WeakTensorKeyDictionary()
 
 
-def hidden(mask: Tensor) -> Hidden:
+def find_hidden_keys(mask: Tensor) -> HiddenKeys:
     """Find where an additive mask [.., queries, keys] hides all keys; cached for all layers."""
     if torch.compiler.is_compiling() or mask.requires_grad or mask.is_inference():
         return _find_hidden(mask)
@@ -118,7 +118,7 @@ def hidden(mask: Tensor) -> Hidden:
     return found
 
 
-def _find_hidden(given: Tensor) -> Hidden:
+def _find_hidden(given: Tensor) -> HiddenKeys:
     mask = given.detach()
     info = torch.finfo(mask.dtype)
     top = mask.amax(-1, keepdim=True)
@@ -127,7 +127,7 @@ def _find_hidden(given: Tensor) -> Hidden:
     # from other rows the largest number is subtracted: otherwise it would be lost in the logarithm
     other = torch.where(blind, torch.where(same, 0.0, -math.inf), mask - top.clamp(max=0))
     filled = torch.where(top == -math.inf, math.nan, 0.0)
-    return Hidden(blind, filled, _replace_values(given, other), (blind & ~same).any())
+    return HiddenKeys(blind, filled, _replace_values(given, other), (blind & ~same).any())
 
 
 def _replace_values(x: Tensor, values: Tensor) -> Tensor:
@@ -138,13 +138,13 @@ def _replace_values(x: Tensor, values: Tensor) -> Tensor:
     return made
 
 
-def without_blind(q: Tensor, found: Hidden) -> Tensor:
+def replace_blind_queries(q: Tensor, found: HiddenKeys) -> Tensor:
     """Return queries [rows, heads, length, size] as the kernel gets them, under `found.mask`."""
-    return _replace_values(q, torch.where(found.blind, found.filled, q.detach()))
+    return _replace_values(q, torch.where(found.blind, found.replacement, q.detach()))
 
 
-def with_keys_of_blind(
-    out: Tensor, lines: tuple[Tensor, Tensor, Tensor], found: Hidden, scale: float | None
+def add_blind_key_gradients(
+    out: Tensor, lines: tuple[Tensor, Tensor, Tensor], found: HiddenKeys, scale: float | None
 ) -> Tensor:
     """Return the kernel's output [rows, queries, heads, size], with the complete gradient of keys.
 
@@ -155,6 +155,6 @@ def with_keys_of_blind(
     if not (torch.is_grad_enabled() and k.requires_grad):
         return out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = (out, q, k, v, found.blind, found.unlike, scale)
+    given = (out, q, k, v, found.blind, found.unequal, scale)
     made: Tensor = _AddKeyGradient.apply(*given)  # type: ignore[no-untyped-call]
     return made

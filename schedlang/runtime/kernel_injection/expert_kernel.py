@@ -19,22 +19,28 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import gated
-from schedlang.kernels.device import autocast_to
-from schedlang.kernels.grouped import Case, grouped
-from schedlang.kernels.probe import TOLERANCE, Mismatch, gradients_apart, relative
+from schedlang.kernels.grouped import Case, grouped_product
+from schedlang.kernels.kernel_device import autocast_dtype
+from schedlang.kernels.probe import TOLERANCE, Mismatch, gradients_distance, relative_error
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.moe.probe import NoExperts, Trial, probe_experts, scales, small_copy
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.moe.probe import (
+    ExpertTrial,
+    NoExperts,
+    probe_experts,
+    small_copy,
+    trial_scales,
+)
 
 # activations without a gate, in addition to those of gated MLPs
-PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "relu2": lambda x: torch.relu(x).square(),
 }
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ExpertMatrix:
     """One product of every expert: names of weight and bias; `across`: weights as in nn.Linear,
     [out, in]."""
 
@@ -44,15 +50,15 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Middle:
+class ExpertActivation:
     """The activation between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
 
-    `lie` is the layout of gate and up: "gate first", "up first" or "in turn" in one tensor, "apart"
-    in two tensors; "" without a gate.
+    `layout` is the layout of gate and up: "gate first", "up first" or "in turn" in one tensor,
+    "apart" in two tensors; "" without a gate.
     """
 
     act: str
-    lie: str
+    layout: str
     own: bool = False
 
 
@@ -60,9 +66,9 @@ class Middle:
 class GroupedForm:
     """down(middle(first(x))) of each token's experts; `first` is one product, or gate and up."""
 
-    first: tuple[Matrix, ...]
-    middle: Middle
-    down: Matrix
+    first: tuple[ExpertMatrix, ...]
+    middle: ExpertActivation
+    down: ExpertMatrix
     # number of experts, width of a token, width after the first product
     sizes: tuple[int, int, int]
 
@@ -90,13 +96,13 @@ def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
         return Mismatch(found.reason, found.error)
     shapes = [tuple(module.get_parameter(name).shape) for name in found.split]
     nearest = Mismatch("has parameters whose shapes are not those of two or three matrix products")
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
-        for scale in scales(shapes):
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64):
+        for scale in trial_scales(shapes):
             small = small_copy(module, found.split, scale)
             if small is None:
                 continue
             try:
-                form = _best_form(small, Trial(small, found.count, found.split))
+                form = _best_form(small, ExpertTrial(small, found.count, found.split))
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
                 form = Mismatch.raised("does not run on a small copy", raised)
             if isinstance(form, GroupedForm):
@@ -112,15 +118,15 @@ def _with_module_sizes(form: GroupedForm, module: nn.Module) -> GroupedForm:
     return GroupedForm(form.first, form.middle, form.down, (count, width, inner))
 
 
-def _best_form(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
+def _best_form(module: nn.Module, trial: ExpertTrial) -> GroupedForm | Mismatch:
     errors: dict[GroupedForm, float] = {}
     with torch.no_grad():
         for form in _forms(module, trial.x.shape[1]):
             try:
-                y = computed(module, form, trial.x, trial.index, trial.weights)
+                y = compute_experts(module, form, trial.x, trial.index, trial.weights)
             except (RuntimeError, ValueError):  # shapes that do not match
                 continue
-            errors[form] = relative(y, trial.whole) if y.shape == trial.whole.shape else 1e300
+            errors[form] = relative_error(y, trial.whole) if y.shape == trial.whole.shape else 1e300
             if errors[form] <= TOLERANCE:
                 break
     if not errors:
@@ -134,11 +140,11 @@ def _best_form(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
     return best
 
 
-def _gradient_distance(module: nn.Module, form: GroupedForm, trial: Trial) -> float:
+def _gradient_distance(module: nn.Module, form: GroupedForm, trial: ExpertTrial) -> float:
     x, weights = (t.detach().clone().requires_grad_() for t in (trial.x, trial.weights))
     leaves = [x, weights, *module.parameters()]
     made = module(x, trial.index, weights)
-    return gradients_apart(computed(module, form, x, trial.index, weights), made, leaves)
+    return gradients_distance(compute_experts(module, form, x, trial.index, weights), made, leaves)
 
 
 def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
@@ -152,7 +158,7 @@ def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
         for across in itertools.product((True, False), repeat=2):
             for biases in _biases(len(names), flat):
                 layouts = [across[0]] * (len(names) - 1) + [across[1]]
-                *first, down = map(Matrix, names, biases, layouts)
+                *first, down = map(ExpertMatrix, names, biases, layouts)
                 if all(_fits(one, shapes, i) for one, i in [*((m, width) for m in first)]):
                     inner = shapes[first[0].weight][1 if across[0] else 2]
                     for middle in _middles(module, len(first)):
@@ -166,27 +172,27 @@ def _biases(count: int, names: Sequence[str]) -> Iterator[tuple[str | None, ...]
     yield from dict.fromkeys(itertools.permutations(places, count))
 
 
-def _fits(matrix: Matrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
+def _fits(matrix: ExpertMatrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
     _, first, second = shapes[matrix.weight]
     into, out = (second, first) if matrix.across else (first, second)
     return into == width and (matrix.bias is None or shapes[matrix.bias][1] == out)
 
 
-def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
+def _middles(module: nn.Module, products: int) -> Iterator[ExpertActivation]:
     """Yield every possible middle; the module's own gate and activation come last."""
     lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
     own = [name for name, child in module.named_children() if not list(child.parameters())]
     acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
-    yield from (Middle(act, lie, mine) for lie in lies for act, mine in acts)
-    yield from (Middle(act, "") for act in PLAIN if products == 1)
+    yield from (ExpertActivation(act, lie, mine) for lie in lies for act, mine in acts)
+    yield from (ExpertActivation(act, "") for act in UNGATED_ACTIVATIONS if products == 1)
     if products == 1 and callable(getattr(module, "_apply_gate", None)):
-        yield Middle("_apply_gate", "", True)  # the name used by experts of transformers
+        yield ExpertActivation("_apply_gate", "", True)  # the name used by experts of transformers
 
 
 # -- computing it --------------------------------------------------------------------------------
 
 
-def computed(
+def compute_experts(
     module: nn.Module, form: GroupedForm, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute the experts: sort rows by expert, two or three products, sort back and sum."""
@@ -206,33 +212,35 @@ def computed(
 
 
 def _grouped_product(
-    module: nn.Module, matrix: Matrix, rows: Tensor, experts: Tensor, ends: Tensor
+    module: nn.Module, matrix: ExpertMatrix, rows: Tensor, experts: Tensor, ends: Tensor
 ) -> Tensor:
     weight: Tensor = getattr(module, matrix.weight)
-    wanted = autocast_to(rows)  # as F.linear would
+    wanted = autocast_dtype(rows)  # as F.linear would
     if wanted is not None:
         rows, weight = rows.to(wanted), weight.to(wanted)
-    y = grouped(rows, weight, ends, matrix.across)
+    y = grouped_product(rows, weight, ends, matrix.across)
     return y if matrix.bias is None else y + getattr(module, matrix.bias)[experts].to(y.dtype)
 
 
-def _activate(module: nn.Module, middle: Middle, both: Sequence[Tensor]) -> Tensor:
+def _activate(module: nn.Module, middle: ExpertActivation, both: Sequence[Tensor]) -> Tensor:
     """Apply the activation to one tensor, or multiply the activated gate by the other."""
     own: Callable[[Tensor], Tensor] = (
         getattr(module, middle.act)
         if middle.own
-        else gated.ACTIVATIONS.get(middle.act) or PLAIN[middle.act]
+        else gated.ACTIVATIONS.get(middle.act) or UNGATED_ACTIVATIONS[middle.act]
     )
-    if not middle.lie:
+    if not middle.layout:
         return own(both[0])
-    if middle.lie == "in turn":
+    if middle.layout == "in turn":
         both = (both[0][..., ::2], both[0][..., 1::2])
-    elif middle.lie != "apart":
+    elif middle.layout != "apart":
         if not middle.own:
-            return gated.packed(both[0], middle.act, middle.lie == "gate first")
+            return gated.packed_gated_product(both[0], middle.act, middle.layout == "gate first")
         halves = both[0].chunk(2, -1)
-        both = halves if middle.lie == "gate first" else halves[::-1]
-    return own(both[0]) * both[1] if middle.own else gated.gated(both[0], both[1], middle.act)
+        both = halves if middle.layout == "gate first" else halves[::-1]
+    return (
+        own(both[0]) * both[1] if middle.own else gated.gated_product(both[0], both[1], middle.act)
+    )
 
 
 class GroupedExperts:
@@ -254,4 +262,4 @@ class GroupedExperts:
                 " arguments, but experts take tokens, expert indices and routing weights",
                 helps=("leave this module as it is",),
             )
-        return computed(self.module, self.form, *(given[name] for name in self.names))
+        return compute_experts(self.module, self.form, *(given[name] for name in self.names))

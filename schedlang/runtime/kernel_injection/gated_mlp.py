@@ -13,19 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rising
-from schedlang.runtime.device import undrawn
+from schedlang.kernels.gated import (
+    ACTIVATIONS,
+    Case,
+    gated_product,
+    packed_gated_product,
+    reference,
+)
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    distinct_gradient,
+    one_input,
+    relative_error,
+)
+from schedlang.runtime.device import generators_restored
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
-from schedlang.runtime.inside import hooked
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.submodules import remove_hooks_after
 
 # -- the form and its layer: projections stay modules ----------------------------------------------
 
 
 @dataclass(frozen=True)
-class Gated:
+class GatedForm:
     """The structure of a gated MLP: down(act(gate(x)) * up(x)).
 
     up          None: `gate` is one projection for both
@@ -52,23 +65,27 @@ class Gated:
         ]
 
 
-def computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
+def compute_gated_mlp(
+    module: nn.Module, form: GatedForm, x: Tensor, kernel: bool = False
+) -> Tensor:
     """Return down(act(gate) * up), by the module's own projections."""
     first = module.get_submodule(form.gate)(x)
     second = None if form.up is None else module.get_submodule(form.up)(x)
-    product = middle(first, second, form, kernel)
+    product = compute_middle(first, second, form, kernel)
     if form.between is not None:
         product = module.get_submodule(form.between)(product)
     made: Tensor = module.get_submodule(form.down)(product)
     return made
 
 
-def middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
+def compute_middle(
+    first: Tensor, second: Tensor | None, form: GatedForm, kernel: bool = False
+) -> Tensor:
     """Return act(gate) * up; without `second`, `first` contains both."""
     if second is not None:
-        return (gated if kernel else reference)(first, second, form.act)
+        return (gated_product if kernel else reference)(first, second, form.act)
     if kernel:
-        return packed(first, form.act, form.gate_first)
+        return packed_gated_product(first, form.act, form.gate_first)
     left, right = first.chunk(2, -1)
     gate, up = (left, right) if form.gate_first else (right, left)
     return reference(gate, up, form.act)
@@ -79,12 +96,14 @@ class GatedMlp:
 
     kernel = "gated"
 
-    def __init__(self, module: nn.Module, form: Gated) -> None:
+    def __init__(self, module: nn.Module, form: GatedForm) -> None:
         self.module, self.form = module, form
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the MLP of the only input; `inner` is not called."""
-        return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
+        return compute_gated_mlp(
+            self.module, self.form, the_input(self.module, args, kwargs), kernel=True
+        )
 
 
 # -- the probe -------------------------------------------------------------------------------------
@@ -99,7 +118,7 @@ _WIDE_WEIGHT = (
 )  # for larger weights, gradients of outputs are compared instead of weight gradients
 
 
-def probe_gated(module: nn.Module) -> Gated | Mismatch:
+def probe_gated(module: nn.Module) -> GatedForm | Mismatch:
     """Return the structure of a gated MLP, or the measured reason why the module is none."""
     linear = {n: m for n, m in module.named_children() if _projection_shape(m) is not None}
     refused = _why_not_gated(module, linear)
@@ -110,7 +129,7 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
         return more
     # values around zero, where activations differ
     copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
-    with undrawn(), ambient(Float64):
+    with generators_restored(), enter_modes(Float64):
         try:
             plain = list(_forms(copied, list(linear)))
             return _best_form(
@@ -162,20 +181,20 @@ def _children_between(module: nn.Module, linear: dict[str, nn.Module]) -> list[s
     return [*whole] if len(whole) == 1 else [*drops, None]
 
 
-def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
+def _forms(module: nn.Module, names: list[str]) -> Iterator[GatedForm]:
     """Yield every gated MLP that the shapes of these projections allow."""
     shapes = {name: _projection_shape(module.get_submodule(name)) or (0, 0) for name in names}
     for gate, *rest, down in itertools.permutations(names):
         size = shapes[down][0]
         for act in ACTIVATIONS:
             if rest and shapes[gate] == shapes[rest[0]] == (shapes[gate][0], size):
-                yield Gated(gate, rest[0], down, act, size)
+                yield GatedForm(gate, rest[0], down, act, size)
             if not rest and shapes[gate][1] == 2 * size:
-                yield Gated(gate, None, down, act, size)
-                yield Gated(gate, None, down, act, size, gate_first=False)
+                yield GatedForm(gate, None, down, act, size)
+                yield GatedForm(gate, None, down, act, size, gate_first=False)
 
 
-def _best_form(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
+def _best_form(module: nn.Module, forms: list[GatedForm]) -> GatedForm | Mismatch:
     if not forms:
         return Mismatch("has projections whose shapes are not those of a gated MLP")
     width = _projection_shape(module.get_submodule(forms[0].gate)) or (0, 0)
@@ -188,14 +207,14 @@ def _best_form(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
     if not all(isinstance(y, Tensor) for some in results.values() for y in some):
         return Mismatch(f"returns {type(trained).__name__}, not a tensor")
     best = _guess_form(module, forms, own.calls)
-    twin = _run_recorded(module, partial(computed, module, best), x)
+    twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
     made = {True: twin.made, False: _evaluated(module, best, x, twin.made)}
     if not _largest_error(results, made) <= TOLERANCE:  # another structure, or how far is it?
         errors = _errors(module, forms, x, results)
         best = min(forms, key=lambda form: errors[form])
         if not errors[best] <= TOLERANCE:
             return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
-        twin = _run_recorded(module, partial(computed, module, best), x)
+        twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
     error = _gradient_distance(module, best, own, twin)
     if not error <= TOLERANCE:
         return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
@@ -214,26 +233,26 @@ def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 def _largest_error(results: _Results, exact: Mapping[bool, Tensor]) -> float:
     return max(
-        relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
+        relative_error(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
     )
 
 
-def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Tensor:
+def _evaluated(module: nn.Module, form: GatedForm, x: Tensor, trained: Tensor) -> Tensor:
     """Return the result in evaluation mode; projections alone give the same in both modes."""
     if form.between is None:
         return trained
     with torch.no_grad():
-        made: Tensor = computed(module.eval(), form, x)
+        made: Tensor = compute_gated_mlp(module.eval(), form, x)
     module.train()
     return made
 
 
 def _errors(
-    module: nn.Module, forms: list[Gated], x: Tensor, results: _Results
-) -> dict[Gated, float]:
+    module: nn.Module, forms: list[GatedForm], x: Tensor, results: _Results
+) -> dict[GatedForm, float]:
     """Return the distance of each structure from the module's results, in training and
     evaluation."""
-    made: dict[bool, dict[Gated, Tensor]] = {}
+    made: dict[bool, dict[GatedForm, Tensor]] = {}
     with torch.no_grad():
         for mode in (False, True):
             alike = made and not any(form.between for form in forms)
@@ -243,7 +262,7 @@ def _errors(
     }
 
 
-def _guess_form(module: nn.Module, forms: list[Gated], calls: _Calls) -> Gated:
+def _guess_form(module: nn.Module, forms: list[GatedForm], calls: _Calls) -> GatedForm:
     """Return the structure whose middle is nearest to the input of the last projection, if it was
     called.
 
@@ -251,37 +270,38 @@ def _guess_form(module: nn.Module, forms: list[Gated], calls: _Calls) -> Gated:
     later.
     """
 
-    def distance(form: Gated) -> float:
+    def distance(form: GatedForm) -> float:
         names = [name for name in (form.gate, form.up, form.down) if name is not None]
         if any(len(calls.get(name, ())) != 1 for name in names):
             return math.inf
         up = None if form.up is None else calls[form.up][0][1]
         given = calls[form.down][0][0]
-        made = _through_child(module, middle(calls[form.gate][0][1], up, form), form)
-        return relative(given, made) if given.shape == made.shape else math.inf
+        made = _through_child(module, compute_middle(calls[form.gate][0][1], up, form), form)
+        return relative_error(given, made) if given.shape == made.shape else math.inf
 
     with torch.no_grad():
         return min(forms, key=distance)
 
 
-def _compute_all(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
+def _compute_all(module: nn.Module, forms: list[GatedForm], x: Tensor) -> dict[GatedForm, Tensor]:
     """Compute several structures; each projection runs once, because wide ones take seconds."""
-    made: dict[Gated, Tensor] = {}
+    made: dict[GatedForm, Tensor] = {}
     for down in {form.down: None for form in forms}:
         some = [form for form in forms if form.down == down]
         known = {name: module.get_submodule(name)(x) for name in _first_projections(some)}
         middles = [
-            _through_child(module, middle(known[f.gate], known.get(f.up or ""), f), f) for f in some
+            _through_child(module, compute_middle(known[f.gate], known.get(f.up or ""), f), f)
+            for f in some
         ]
         made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
     return made
 
 
-def _first_projections(forms: list[Gated]) -> set[str]:
+def _first_projections(forms: list[GatedForm]) -> set[str]:
     return {name for form in forms for name in (form.gate, form.up) if name is not None}
 
 
-def _through_child(module: nn.Module, product: Tensor, form: Gated) -> Tensor:
+def _through_child(module: nn.Module, product: Tensor, form: GatedForm) -> Tensor:
     """Pass the product through the child between, with the same random numbers each time."""
     between = form.between
     return product if between is None else _seeded(module.get_submodule(between), product)
@@ -303,7 +323,7 @@ def _run_recorded(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor)
         return _Run(leaf, _seeded(run, leaf), calls)
 
 
-def _gradient_distance(module: nn.Module, form: Gated, own: _Run, twin: _Run) -> float:
+def _gradient_distance(module: nn.Module, form: GatedForm, own: _Run, twin: _Run) -> float:
     """Return the largest relative difference of gradients of the input and the parameters.
 
     If both call each projection once, the gradient of a weight is the product of the output's
@@ -324,13 +344,13 @@ def _gradient_distance(module: nn.Module, form: Gated, own: _Run, twin: _Run) ->
     else:
         leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
     found, exact = (
-        torch.autograd.grad(y, some, rising(own.made), allow_unused=True)
+        torch.autograd.grad(y, some, distinct_gradient(own.made), allow_unused=True)
         for y, some in zip(both, leaves)
     )
     return max(
         math.inf
         if a is None or b is None or a.numel() != b.numel()
-        else relative(a.reshape(b.shape), b)  # rows may have been flattened
+        else relative_error(a.reshape(b.shape), b)  # rows may have been flattened
         for a, b in zip((*found, *given[0]), (*exact, *given[1]), strict=True)
     )
 
@@ -342,4 +362,6 @@ def _record_calls(module: nn.Module, into: _Calls) -> AbstractContextManager[Non
         if _projection_shape(child) is not None:
             into.setdefault(name, []).append((given[0], made))
 
-    return hooked(c.register_forward_hook(partial(note, n)) for n, c in module.named_children())
+    return remove_hooks_after(
+        c.register_forward_hook(partial(note, n)) for n, c in module.named_children()
+    )

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from schedlang.diagnostics.diagnostic import Refusal, quoted
-from schedlang.runtime.changed import on_same_storage
-from schedlang.runtime.tracing.meta import copy_with
+from schedlang.diagnostics.diagnostic import Refusal, quote_names
+from schedlang.runtime.parameter_changes import on_same_storage
+from schedlang.runtime.tracing.meta_runs import copy_with
 
-Names = Mapping[str, str | Sequence[str]]  # new name -> the old name, or names, that it is made of
+ParameterMapping = Mapping[
+    str, str | Sequence[str]
+]  # new name -> the old name, or names, that it is made of
 
 
 @dataclass(frozen=True)
-class Replace:
+class ReplaceModules:
     """A change of a model: replace modules by what `make` gives for each.
 
     sites  names of the modules
     name   name of the replacement, for messages
     make   a module, copied for each site; or a function of the replaced module that returns a
-           module, or a pair of a module and its `Names`
+           module, or a pair of a module and its `ParameterMapping`
     """
 
     sites: tuple[str, ...]
@@ -46,7 +48,7 @@ class Replace:
         twin = copy_with(module, lambda name, old: on_same_storage(old), lambda tensor: tensor)
         for fqn in self.sites:
             old = twin.get_submodule(fqn)
-            new = fitted(fqn, old, self.name, self.make)
+            new = fit_replacement(fqn, old, self.name, self.make)
             for holder in twin.modules():
                 for local, child in list(holder._modules.items()):
                     if child is old:
@@ -65,11 +67,11 @@ class BareParameters(nn.Module):
             self.add_module(name, BareParameters(child))
 
 
-class Joined(BareParameters):
+class JoinedParameters(BareParameters):
     """A replacement whose parameters are joined from those of the replaced module, under the old
     names."""
 
-    def __init__(self, old: nn.Module, inner: nn.Module, names: Names) -> None:
+    def __init__(self, old: nn.Module, inner: nn.Module, names: ParameterMapping) -> None:
         super().__init__(old)
         # not a child module: its own parameters have neither values nor names in the model. Last,
         # because this also empties a child taken over from `old`, whose parameters are registered
@@ -91,7 +93,7 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
+def fit_replacement(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
     """Make the replacement of a module, with its parameters; refuse (S881) one that does not
     fit."""
     new, names = _make_replacement(fqn, old, name, make)
@@ -112,7 +114,7 @@ def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
 
 def _make_replacement(
     fqn: str, old: nn.Module, name: str, make: Any
-) -> tuple[nn.Module, Names | None]:
+) -> tuple[nn.Module, ParameterMapping | None]:
     if isinstance(make, nn.Module):
         return copy.deepcopy(make), None
     try:
@@ -120,16 +122,16 @@ def _make_replacement(
             found = make(old)
     except Exception as error:  # the user's own code may raise anything; the message has its words
         message = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise misfit(fqn, name, f"its function raised `{message}`") from error
+        raise misfit_refusal(fqn, name, f"its function raised `{message}`") from error
     new, names = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(new, nn.Module):
-        raise misfit(fqn, name, f"its function returns {type(new).__name__}, not a module")
+        raise misfit_refusal(fqn, name, f"its function returns {type(new).__name__}, not a module")
     if new is old:
-        raise misfit(fqn, name, "its function returns the module that it should replace")
+        raise misfit_refusal(fqn, name, "its function returns the module that it should replace")
     return new, names
 
 
-def misfit(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
+def misfit_refusal(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
     """Return the refusal S881."""
     return Refusal.of("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
 
@@ -145,17 +147,19 @@ def _check_names(
     other = [n for n in old if n in new and old[n] != new[n]]
     notes = []
     if missing:
-        notes.append(f"it has no {what} {quoted(missing, 4)}")
+        notes.append(f"it has no {what} {quote_names(missing, 4)}")
     if more:
-        notes.append(f"it has a {what} {quoted(more, 4)}, which the model does not have")
+        notes.append(f"it has a {what} {quote_names(more, 4)}, which the model does not have")
     notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
     if notes:
         pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
         helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
-        raise misfit(fqn, name, *notes, helps=helps if what == "parameter" else ())
+        raise misfit_refusal(fqn, name, *notes, helps=helps if what == "parameter" else ())
 
 
-def _with_mapping(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) -> nn.Module:
+def _with_mapping(
+    fqn: str, old: nn.Module, new: nn.Module, names: ParameterMapping, name: str
+) -> nn.Module:
     """Return the replacement with a mapping of names; each old parameter must be used once."""
     old_parameters = dict(old.named_parameters(remove_duplicate=False))
     mapping = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
@@ -165,8 +169,8 @@ def _with_mapping(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: 
     used = [key for of in mapping.values() for key in of]
     unknown = [key for key in used if key not in old_parameters]
     if unknown:
-        raise misfit(
-            fqn, name, f"its mapping names {quoted(unknown, 4)}, which the model does not have"
+        raise misfit_refusal(
+            fqn, name, f"its mapping names {quote_names(unknown, 4)}, which the model does not have"
         )
     kept = dict.fromkeys(used)
     made = {
@@ -176,10 +180,10 @@ def _with_mapping(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: 
     _check_names(fqn, name, "parameter", {k: 0 for k in old_parameters}, {k: 0 for k in kept})
     _check_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
     if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
-        raise misfit(
+        raise misfit_refusal(
             fqn, name, "buffers cannot be renamed", helps=("use the same names for parameters",)
         )
-    return Joined(old, new, mapping).train(old.training)
+    return JoinedParameters(old, new, mapping).train(old.training)
 
 
 def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -237,7 +241,7 @@ def _check_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
             notes.append(f"its forward needs `{key}`, which the model does not pass")
     if notes:
         signature = ", ".join(str(p) for p in before.values())
-        raise misfit(
+        raise misfit_refusal(
             fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {signature})`",)
         )
 

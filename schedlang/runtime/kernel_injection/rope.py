@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
-from schedlang.kernels.rope import Case, Form, reference, rope
+from schedlang.kernels.probe import TOLERANCE, Mismatch, relative_error
+from schedlang.kernels.rope import Case, Form, reference, rotate
+from schedlang.runtime.declined_calls import note_declined
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.forward import decorated, other_names
-from schedlang.runtime.left import leave
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.forward import change_innermost, with_globals
+from schedlang.runtime.modes import enter_modes
 
 # -- the probe -------------------------------------------------------------------------------------
 # A module's forward calls a function of its own file that rotates queries and keys. The probe runs
@@ -55,7 +55,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RotaryForm:
     """The functions of a module's forward that rotate queries and keys."""
 
     rotations: tuple[Rotation, ...]
@@ -70,14 +70,14 @@ class Rotary:
         ]
 
 
-def probe_rope(module: nn.Module) -> Rotary | Mismatch:
+def probe_rope(module: nn.Module) -> RotaryForm | Mismatch:
     """Return the rotating functions that a module's forward names, or why there are none."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
     tried = [_probe_function(name, function) for name, function in _functions(type(module).forward)]
     found = tuple(each for each in tried if isinstance(each, Rotation))
     if found:
-        return Rotary(found)
+        return RotaryForm(found)
     missed = [each for each in tried if isinstance(each, Mismatch)]
     nearest = min(
         missed, key=lambda each: each.error if each.error is not None else torch.inf, default=None
@@ -117,7 +117,7 @@ def _probe_function(name: str, function: Any) -> Rotation | Mismatch | None:
         return None
     names = tuple(p.name for p in positional)
     defaults = tuple(p.default for p in positional[needed:])
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64):
         ran = [
             (order, heads, runs)
             for order in _ORDERS[needed]
@@ -194,7 +194,7 @@ def _expected(given: Mapping[str, Tensor], order: tuple[str, ...], width: int, f
 
 def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> float:
     expected = _expected(run.given, order, width, form)
-    return max(relative(y, right) for y, right in zip(run.made, expected, strict=True))
+    return max(relative_error(y, right) for y, right in zip(run.made, expected, strict=True))
 
 
 def _complete(function: Any, found: Rotation) -> Rotation | Mismatch:
@@ -217,21 +217,21 @@ def _complete(function: Any, found: Rotation) -> Rotation | Mismatch:
 def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:
     given = _random_inputs(found.form.heads, angles)
     leaves = [given[name].requires_grad_() for name in found.order if name in ("q", "k")]
-    with ambient(Float64):
+    with enter_modes(Float64):
         made = _call(function, found.order, given)
     right = _expected(given, found.order, _SIZE, found.form)
     sides = []
     for results in (made, right):
         total = torch.stack([(y * y.detach().cos()).sum() for y in results]).sum()
         sides.append(torch.autograd.grad(total, leaves, allow_unused=True))
-    return max(torch.inf if a is None else relative(a, b) for a, b in zip(*sides))
+    return max(torch.inf if a is None else relative_error(a, b) for a, b in zip(*sides))
 
 
 def _has_second(function: Any, found: Rotation) -> bool:
     """Return whether `unsqueeze_dim=2` moves the dim of heads."""
     if "unsqueeze_dim" not in found.names or found.form.heads != 1:
         return False
-    with ambient(Float64):
+    with enter_modes(Float64):
         runs = _try_runs(function, found.order, 2, unsqueeze_dim=2)
     form = replace(found.form, heads=2)
     widths = [run.given["cos"].shape[-1] * (1 + found.doubled) for run in runs]
@@ -245,11 +245,11 @@ def _is_flat(function: Any, found: Rotation, angles: int) -> bool:
     alone = {name: tensor[0] for name, tensor in given.items()}
     right = _expected(given, found.order, _SIZE, found.form)
     try:
-        with ambient(Float64):
+        with enter_modes(Float64):
             made = _call(function, found.order, alone)
     except Exception:  # it rejects them
         return False
-    return max(relative(y, x[0]) for y, x in zip(made, right)) <= TOLERANCE
+    return max(relative_error(y, x[0]) for y, x in zip(made, right)) <= TOLERANCE
 
 
 def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatch:
@@ -293,7 +293,7 @@ class FusedRope:
 
     kernel = "rope"
 
-    def __init__(self, module: nn.Module, found: Rotary) -> None:
+    def __init__(self, module: nn.Module, found: RotaryForm) -> None:
         self.__setstate__({"module": module, "found": found})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class FusedRope:
             each.name: _rotate_by_kernel(space[each.name], each, self.module)
             for each in self.found.rotations
         }
-        self.forward = decorated(forward, partial(other_names, named=turning))
+        self.forward = change_innermost(forward, partial(with_globals, named=turning))
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the changed forward of the module's class; `inner` is not called."""
@@ -335,10 +335,10 @@ def _rotate_by_kernel(original: Any, found: Rotation, module: nn.Module) -> Call
         why = f"it does not support the argument `{foreign[0]}`" if foreign else ""
         why = why or _decline_reason(found, form, **tensors)
         if why:
-            leave(module, "rope", why, **tensors)
+            note_declined(module, "rope", why, **tensors)
             return original(*args, **kwargs)
         width = tensors["cos"].shape[2] * (1 + found.doubled)
-        made = rope(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
+        made = rotate(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
         if not flat:
             return made
         return tuple(y[0] for y in made) if isinstance(made, tuple) else made[0]

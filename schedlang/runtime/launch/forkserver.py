@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from schedlang.garbage_collection import collect_less_often
 from schedlang.ir.modelfile import module_of
-from schedlang.runtime.launch import pickled
-from schedlang.runtime.launch.frames import in_one_piece
-from schedlang.uncollected import seldom
+from schedlang.runtime.launch import pickling
+from schedlang.runtime.launch.frames import call_in_one_piece
 
 # ---- Modules that ranks need to run a program, imported once before the forks. Listed are files
 # that import the rest: the program with torch's DTensor, FSDP and checkpoints; sharding,
@@ -32,18 +32,18 @@ from schedlang.uncollected import seldom
 # their first call. None of them starts a thread: a fork after that would deadlock.
 
 
-BASE = ("torch", "torch.distributed", "cloudpickle")
-PROGRAMS = (
+BASE_MODULES = ("torch", "torch.distributed", "cloudpickle")
+PROGRAM_MODULES = (
     "schedlang.passes.lower.build",
     "schedlang.runtime.program",
-    "schedlang.runtime.propagation.narrowed",
+    "schedlang.runtime.propagation.argument_shards",
     "schedlang.runtime.fusion.fuse",
-    "schedlang.runtime.offload.saved_tensors",
+    "schedlang.runtime.offload.offloaded_activations",
     "schedlang.runtime.activation_memory.recompute",
     "schedlang.runtime.activation_memory.quantized",
-    "schedlang.runtime.moe.choices",
-    "schedlang.runtime.sharding.leaf",
-    "schedlang.runtime.pipeline.arguments",
+    "schedlang.runtime.moe.discrete_choices",
+    "schedlang.runtime.sharding.sharded_layer",
+    "schedlang.runtime.pipeline.argument_templates",
     "schedlang.runtime.grad_reduction.batch_statistics",
     "schedlang.runtime.initial.sources",
     "numpy.ma",  # imported by numpy's `unique` at its first call
@@ -52,10 +52,10 @@ PROGRAMS = (
 _PASSES = "schedlang.passes."  # a job that names such a module will build a program
 
 
-def wanted(names: Iterable[str]) -> tuple[str, ...]:
+def modules_to_import(names: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that a server imports for these names: they, and what programs need."""
     named = tuple(names)
-    return named + PROGRAMS * any(name.startswith(_PASSES) for name in named)
+    return named + PROGRAM_MODULES * any(name.startswith(_PASSES) for name in named)
 
 
 # ---- The server process, and the loop of a rank. The server imports torch and the named modules
@@ -119,7 +119,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
 
 
-class Forked:
+class ForkedServer:
     """A server forked from this process, with the interface of a `Popen`."""
 
     def __init__(
@@ -165,19 +165,19 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Serving:
+class ServerProcess:
     """Whether this process is the server, or a rank forked from it."""
 
-    here = False
+    is_server = False
 
 
 def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent has ended."""
-    Serving.here = True
-    seldom()  # collect garbage rarely; ranks do a full collection after each job
+    ServerProcess.is_server = True
+    collect_less_often()  # collect garbage rarely; ranks do a full collection after each job
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    imported(preload, files)
+    import_modules(preload, files)
     alive: dict[int, int] = {}
     try:
         _serve(control, alive)
@@ -188,12 +188,12 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scra
         shutil.rmtree(scratch, ignore_errors=True)  # a killed parent cannot do this
 
 
-def imported(names: Sequence[str], files: Mapping[str, str]) -> None:
+def import_modules(names: Sequence[str], files: Mapping[str, str]) -> None:
     """Import modules that ranks need, and exclude all present objects from garbage collection."""
     gc.disable()  # imports leave nearly no garbage, and collections would scan all objects
     with contextlib.suppress(Exception):  # a rank that needs it will report the error
         load_files(files)
-    for name in wanted(names):
+    for name in modules_to_import(names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # a collection would touch, and so copy, memory that ranks share
@@ -216,7 +216,7 @@ def _serve(control: socket.socket, alive: dict[int, int]) -> None:
             continue
         message, fds = receive(control)
         if message[0] == "import":
-            imported(message[1], message[2])
+            import_modules(message[1], message[2])
             continue
         if message[0] == "kill":
             _kill(alive)
@@ -254,19 +254,20 @@ def _kill(alive: Mapping[int, int]) -> None:
 # ---- a rank --------------------------------------------------------------------------------------
 
 
-class Kept:
+class FrozenModules:
     """The number of imported modules when objects were last frozen."""
 
     modules = 0
 
 
 class Outbox:
-    """The function that sends the `progress` messages of this process; None outside a rank."""
+    """The function that sends the `report_progress` messages of this process; None outside a
+    rank."""
 
     tell: Callable[[object], None] | None = None
 
 
-def progress(message: object = None) -> None:
+def report_progress(message: object = None) -> None:
     """Send a message of progress to the parent of this rank; do nothing outside a rank."""
     if Outbox.tell is not None:
         Outbox.tell(message)
@@ -337,15 +338,15 @@ def _run_job(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) 
         with open(setup["job"], "rb") as file:
             fn, args = pickle.load(file)
         send(sock, ("progress", None))
-        result = in_one_piece(fn, *args)
+        result = call_in_one_piece(fn, *args)
         with open(made := f"{setup['job']}.{rank}", "wb") as file:
-            pickled.dump(result, file)
+            pickling.dump(result, file)
         send(sock, ("done", made))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = is_consequence(error)
         try:
-            itself = pickled.dumps(error)
+            itself = pickling.dumps(error)
         # an error may contain objects that cannot be pickled: then only its text is sent
         except Exception:
             itself = b""
@@ -378,12 +379,12 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
 
 def _leave() -> None:
     from schedlang.runtime.comm import agreement
-    from schedlang.runtime.launch import record
+    from schedlang.runtime.launch import rank_record
 
-    record.end()
+    rank_record.end_record()
     with contextlib.suppress(RuntimeError):
-        agreement.leave()
+        agreement.leave_world()
     gc.collect()
-    if len(sys.modules) != Kept.modules:  # imported modules stay: do not scan them again
-        Kept.modules = len(sys.modules)
+    if len(sys.modules) != FrozenModules.modules:  # imported modules stay: do not scan them again
+        FrozenModules.modules = len(sys.modules)
         gc.freeze()

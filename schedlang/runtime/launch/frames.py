@@ -9,7 +9,7 @@ T = TypeVar("T")
 _SLOTS = 1 << 16  # stack size of a frame for which CPython allocates a piece of 1 MiB
 
 
-def in_one_piece(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def call_in_one_piece(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Return `call(*args, **kwargs)`, with all frames from here on in one piece of memory.
 
     CPython allocates frames in pieces of 16 KiB. A loop whose calls begin at the end of a piece
@@ -20,4 +20,4 @@ def in_one_piece(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return call(*args, **kwargs)
 
 
-in_one_piece.__code__ = in_one_piece.__code__.replace(co_stacksize=_SLOTS)
+call_in_one_piece.__code__ = call_in_one_piece.__code__.replace(co_stacksize=_SLOTS)

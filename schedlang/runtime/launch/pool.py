@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.modelfile import Importing
+from schedlang.ir.modelfile import ImportState
 from schedlang.runtime.adapters.hook_numbers import next_hook_number
-from schedlang.runtime.adapters.torch_attention import let_kernels_travel
-from schedlang.runtime.launch import forkserver, pickled
-from schedlang.runtime.launch.forkserver import BASE, progress
-from schedlang.runtime.launch.job import (
+from schedlang.runtime.adapters.torch_attention import make_kernel_names_picklable
+from schedlang.runtime.launch import forkserver, pickling
+from schedlang.runtime.launch.forkserver import BASE_MODULES, report_progress
+from schedlang.runtime.launch.rank_job import (
     Hang,
-    Job,
-    Rank,
     RankDied,
-    account,
-    current,
-    doubt,
-    judge,
-    stacks,
-    unpickled,
+    RankJob,
+    RankProcess,
+    check_progress,
+    current_limit,
+    describe_end,
+    raise_failure,
+    stacks_of_ranks,
+    unpickle_error,
 )
 
 # ---- Temporary folders of a process, and removal of those that killed processes have left.
@@ -50,12 +50,12 @@ PREFIX = "schedlang-"
 _LOCK = ".lock"  # locked by the process that owns the folder, as long as it lives
 
 
-def made() -> tuple[Path, int]:
+def make_folder() -> tuple[Path, int]:
     """Make a new temporary folder; return it and a descriptor that is open while it is used.
 
     The folder gets its name only once it is locked, so that no other process removes it.
     """
-    sweep()
+    remove_abandoned()
     first = Path(tempfile.mkdtemp(prefix="." + PREFIX))
     lock = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     _try_lock(lock)
@@ -65,9 +65,9 @@ def made() -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def temporary() -> Iterator[str]:
+def temporary_folder() -> Iterator[str]:
     """Yield a folder that is removed afterwards, at the latest when the next one is made."""
-    folder, lock = made()
+    folder, lock = make_folder()
     try:
         yield str(folder)
     finally:
@@ -75,7 +75,7 @@ def temporary() -> Iterator[str]:
         os.close(lock)
 
 
-def sweep() -> None:
+def remove_abandoned() -> None:
     """Remove the folders of killed processes of this user."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
         folder = lock.parent
@@ -106,10 +106,10 @@ def _try_lock(descriptor: int) -> bool:
 # and rendezvous is a file, so that no port is needed.
 
 
-__all__ = ["Hang", "Pool", "RankDied", "progress"]
+__all__ = ["Hang", "Pool", "RankDied", "report_progress"]
 
 _TICK = 0.25  # seconds between two checks of the ranks
-Server = subprocess.Popen[bytes] | forkserver.Forked
+Server = subprocess.Popen[bytes] | forkserver.ForkedServer
 
 
 class Pool:
@@ -123,24 +123,24 @@ class Pool:
 
     def __init__(
         self,
-        preload: Sequence[str] = BASE,
+        preload: Sequence[str] = BASE_MODULES,
         files: Mapping[str, str | Path] | None = None,
         *,
         forked: bool = False,
     ) -> None:
         # each rank would start the next pool, without end
-        if forkserver.Serving.here or Importing.now:
+        if forkserver.ServerProcess.is_server or ImportState.active:
             raise Refusal(_started_by_ranks())
         self.files: dict[str, str] = {}
-        self._scratch, kept = made()  # for stores and logs
+        self._scratch, kept = make_folder()  # for stores and logs
         weakref.finalize(self, os.close, kept)
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._jobs = 0
         self._lock = threading.Lock()
         self._note(files or {})
         self._start(tuple(preload), forked and forkserver.can_fork())
 
-    def know(self, files: Mapping[str, str | Path], *, here: bool = False) -> None:
+    def import_files(self, files: Mapping[str, str | Path], *, here: bool = False) -> None:
         """Let the server import more files now; running ranks import them at their next job.
 
         `here`: this process has imported the files. Then a server that was forked from this
@@ -148,7 +148,7 @@ class Pool:
         with one thread.
         """
         self._note(files)
-        forked = isinstance(self._server, forkserver.Forked)
+        forked = isinstance(self._server, forkserver.ForkedServer)
         if here and forked and not self._ranks and forkserver.can_fork():
             self._control.close()
             self._server.wait()  # it removes its folder, which the next server uses
@@ -167,12 +167,12 @@ class Pool:
         self._control, theirs = socket.socketpair()
         setup = preload, self.files, str(self._scratch)
         if forked:
-            forkserver.imported(preload, {})  # in this process, which needs most of it too
-            self._server: Server = forkserver.Forked(self._control, theirs, *setup)
+            forkserver.import_modules(preload, {})  # in this process, which needs most of it too
+            self._server: Server = forkserver.ForkedServer(self._control, theirs, *setup)
         else:
             self._server = self._executed(theirs, *setup)
         theirs.close()
-        self._inbox = Rank(-1, self._control, self._scratch / "server")
+        self._inbox = RankProcess(-1, self._control, self._scratch / "server")
         # the server ends when our socket is closed, so no other cleanup is needed
         self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
 
@@ -224,10 +224,10 @@ class Pool:
         exception in it ends the ranks, and is raised before any error of theirs.
         """
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
-        let_kernels_travel()
+        make_kernel_names_picklable()
         with self._lock:
-            blob = pickled.sent((fn, args))
-            job = Job(world, on_progress)
+            blob = pickling.dump_job((fn, args))
+            job = RankJob(world, on_progress)
             self._jobs += 1
             folder = self._scratch / str(self._jobs)
             # Not in the folder, which is removed while ranks may still be leaving: a FileStore
@@ -236,7 +236,7 @@ class Pool:
             store = folder.with_suffix(".store")
             setup: dict[str, Any] = {"path": sys.path, "files": self.files}
             setup |= {"store": str(store), "job": str(folder / "job")}
-            setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
+            setup |= {"environ": dict(environ or {}), "threads": threads_per_rank(world)}
             setup |= {"hooks": next_hook_number()}
             try:
                 self._grow(world, job, blob)
@@ -256,7 +256,7 @@ class Pool:
                 shutil.rmtree(folder, ignore_errors=True)
             return [job.results[rank] for rank in range(world)]
 
-    def _grow(self, world: int, job: Job, blob: bytes) -> None:
+    def _grow(self, world: int, job: RankJob, blob: bytes) -> None:
         """Fork ranks until there are enough; after a death between two jobs, fork all anew."""
         if self._server.poll() is not None:
             self._restart()
@@ -271,7 +271,7 @@ class Pool:
             log = self._scratch / f"rank{number}.log"
             forkserver.send(self._control, ("fork", number, str(log)), [theirs.fileno()])
             theirs.close()
-            self._ranks.append(Rank(number, ours, log))
+            self._ranks.append(RankProcess(number, ours, log))
         while any(rank.pid == 0 for rank in self._ranks):
             self._hear_server(job)
 
@@ -283,13 +283,13 @@ class Pool:
         self._control.close()
         self._start(self._preload)
 
-    def _send(self, rank: Rank, data: bytes) -> None:
+    def _send(self, rank: RankProcess, data: bytes) -> None:
         try:
             forkserver.send_bytes(rank.sock, data)
         except ConnectionError:
             rank.open = False  # the server will report how it died
 
-    def _hear_server(self, job: Job | None) -> bool:
+    def _hear_server(self, job: RankJob | None) -> bool:
         """Process the server's messages; return True once it confirms a kill."""
         killed = False
         messages = self._inbox.read()
@@ -303,20 +303,20 @@ class Pool:
             elif rank := self._known(message[1], message[2]):
                 rank.open, rank.pid = False, 0
                 if job and rank.rank < job.world and rank.rank not in job.results:
-                    job.fail(0, rank.rank, account(message[3], rank.log))
+                    job.fail(0, rank.rank, describe_end(message[3], rank.log))
         return killed
 
-    def _known(self, number: int, pid: int) -> Rank | None:
+    def _known(self, number: int, pid: int) -> RankProcess | None:
         """Return the rank if its process is still the current one."""
         rank = self._ranks[number] if number < len(self._ranks) else None
         return rank if rank is not None and rank.pid == pid else None
 
-    def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
+    def _watch(self, job: RankJob, timeout: float | None, hang_after: float) -> None:
         """Watch the ranks until all results are there; raise errors."""
         end, why = None if timeout is None else time.monotonic() + timeout, ""
-        limit = current()
+        limit = current_limit()
         if limit is not None and (end is None or limit.end < end):
-            end, why = limit.end, limit.why
+            end, why = limit.end, limit.message
         ranks = self._ranks[: job.world]
         job.begin()
         with selectors.DefaultSelector() as selector:
@@ -331,23 +331,27 @@ class Pool:
                         self._hear_rank(job, key.data)
                         if not key.data.open:
                             selector.unregister(key.data.sock)
-                judge(job)
+                raise_failure(job)
                 if end is not None and time.monotonic() > end:
-                    raise Hang(why or f"not finished after {timeout:g} s", stacks(job, ranks))
-                doubt(job, ranks, hang_after)
+                    raise Hang(
+                        why or f"not finished after {timeout:g} s", stacks_of_ranks(job, ranks)
+                    )
+                check_progress(job, ranks, hang_after)
 
-    def _hear_rank(self, job: Job, rank: Rank) -> None:
+    def _hear_rank(self, job: RankJob, rank: RankProcess) -> None:
         for kind, *what in rank.read():
-            job.moved, job.spent = time.monotonic(), None
+            job.last_progress, job.spent = time.monotonic(), None
             if kind == "done":
                 with open(what[0], "rb") as file:
                     job.results[rank.rank] = pickle.load(file)
             elif kind == "error":
-                cause = unpickled(what[2])
+                cause = unpickle_error(what[2])
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
-                job.moved = time.monotonic()  # the time of the callback does not count as a hang
+                job.last_progress = (
+                    time.monotonic()
+                )  # the time of the callback does not count as a hang
 
     def _kill(self) -> None:
         """Let the server end all ranks and wait for their end."""
@@ -365,7 +369,7 @@ class Pool:
 @contextmanager
 def _pause_limit() -> Iterator[None]:
     """Leave the current time limit, within the block, to the code that watches the ranks."""
-    limit = current()
+    limit = current_limit()
     if limit is None:
         yield
         return
@@ -376,7 +380,7 @@ def _pause_limit() -> Iterator[None]:
         limit.watching = before
 
 
-def threads_each(world: int) -> int:
+def threads_per_rank(world: int) -> int:
     """Return the threads of each of `world` local ranks: together as many as torch uses.
 
     A world of one then uses the same number, and sums in the same order: the gradient of a norm
@@ -388,7 +392,7 @@ def threads_each(world: int) -> int:
 
 
 @contextmanager
-def threads_of_ranks(world: int) -> Iterator[None]:
+def use_threads_of_ranks(world: int) -> Iterator[None]:
     """Compute within the block with as many threads as each rank has; ranks started within are
     unaffected.
 
@@ -398,7 +402,7 @@ def threads_of_ranks(world: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_each(world))
+    torch.set_num_threads(threads_per_rank(world))
     token = _threads.set(_threads.get() or before)
     try:
         yield
@@ -439,7 +443,7 @@ def _end(control: socket.socket, server: Server, scratch: Path) -> None:
 _shared: Pool | None = None
 
 
-def shared() -> Pool:
+def shared_pool() -> Pool:
     """Return the pool of this process, started at the first call."""
     global _shared
     if _shared is None or not _shared._finalizer.alive or _shared._owner != os.getpid():

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.adapters.torch_distributed import replaced
-from schedlang.runtime.comm.collectives import Group, listening
-from schedlang.runtime.launch.record import Op, Record
+from schedlang.runtime.adapters.torch_distributed import replace_functions
+from schedlang.runtime.comm.collectives import Group, listen_to_collectives
+from schedlang.runtime.launch.rank_record import Op, RankRecord
 
 # name of the function -> the name in reports
 COLLECTIVES = {
@@ -39,10 +39,10 @@ _DEEP = 80  # frames that are searched for the module that communicates
 _OWN = frozenset({"wait", "_work", "_one", "_record"})
 
 
-class Waited(dist.Work):
+class RecordedWork(dist.Work):
     """The handle of an operation that reports when it is waited for."""
 
-    def __init__(self, work: Any, one: Op, record: Record) -> None:
+    def __init__(self, work: Any, one: Op, record: RankRecord) -> None:
         super().__init__()
         self._work, self._one, self._record = work, one, record
 
@@ -50,9 +50,9 @@ class Waited(dist.Work):
         """See `Work.wait`."""
         if self._one.ended:
             return self._work.wait(*args, **kwargs)
-        since = self._record.wait(self._one)
+        since = self._record.begin_wait(self._one)
         done = self._work.wait(*args, **kwargs)
-        self._record.done(self._one, since)
+        self._record.end_operation(self._one, since)
         return done
 
     def __getattribute__(self, name: str) -> Any:
@@ -62,10 +62,10 @@ class Waited(dist.Work):
         return object.__getattribute__(self, name) if plain else getattr(found, name)
 
 
-class Calls:
+class RecordedFunctions:
     """The replacements of one rank."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RankRecord) -> None:
         self.record, self._told = record, ""
         self._names: dict[Any, str] = {}
         self._plain = {name: getattr(dist, name) for name in MESSAGES}
@@ -82,7 +82,7 @@ class Calls:
 
     def _begin(self, op: str, group: Any, size: int, ends: tuple[int, int] | None = None) -> Op:
         whose, self._told = self._told or self._whose(sys._getframe(2)), ""
-        one = self.record.op(self._lane(group), op, whose, size, ends)
+        one = self.record.begin_operation(self._lane(group), op, whose, size, ends)
         one.backward = torch._C._current_graph_task_id() != -1
         one.beside = one.beside and not one.backward
         return one
@@ -95,13 +95,13 @@ class Calls:
         return self._names[group]
 
     def _run(self, one: Op, call: Callable[[], Any]) -> Any:
-        since = self.record.wait(one)
+        since = self.record.begin_wait(one)
         work = call()
         if isinstance(work, dist.Work):  # the caller waits later, or not at all
             self.record.waiting -= not one.beside
             one.waits = False
-            return Waited(work, one, self.record)
-        self.record.done(one, since)
+            return RecordedWork(work, one, self.record)
+        self.record.end_operation(one, since)
         return work
 
     def _collective(self, name: str, op: str) -> Callable[..., Any]:
@@ -158,11 +158,11 @@ class Calls:
                 begun.append(self._begin(op, each.group, _bytes([each.tensor]), ends))
             works = plain([*ops])
             if len(works) == len(begun):
-                return [Waited(work, one, self.record) for work, one in zip(works, begun)]
+                return [RecordedWork(work, one, self.record) for work, one in zip(works, begun)]
             for one in begun:  # one handle for all: only the last operation is waited for
                 one.ended = one.began
             begun[-1].ended = 0.0
-            return [Waited(work, begun[-1], self.record) for work in works]
+            return [RecordedWork(work, begun[-1], self.record) for work in works]
 
         return run
 
@@ -201,9 +201,9 @@ def _bytes(given: Sequence[Any]) -> int:
 _replaced = ExitStack()
 
 
-def tell(record: Record) -> None:
+def record_calls(record: RankRecord) -> None:
     """Let torch.distributed report to this record from now on, and to no other."""
     _replaced.close()
-    calls = Calls(record)
-    _replaced.enter_context(replaced(calls.functions()))
-    _replaced.enter_context(listening(calls.listen))
+    calls = RecordedFunctions(record)
+    _replaced.enter_context(replace_functions(calls.functions()))
+    _replaced.enter_context(listen_to_collectives(calls.listen))

@@ -33,9 +33,21 @@ from torch._C import DisableTorchFunction
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.modes import ATTRIBUTE, Ambient, Carrying, ambient, on
-from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
-from schedlang.runtime.tracing.meta import model_line
+from schedlang.runtime.modes import (
+    ATTRIBUTE_ACCESS,
+    AmbientMode,
+    CarryingMode,
+    enter_modes,
+    is_active,
+)
+from schedlang.runtime.rng.logical_functions import (
+    LOGICAL,
+    DrawSource,
+    draws_illogically,
+    is_drawing,
+    may_draw,
+)
+from schedlang.runtime.tracing.meta_runs import model_line
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -43,7 +55,7 @@ _BITS = 53  # bits of a float64's fraction
 
 
 @dataclass(frozen=True)
-class Window:
+class LogicalWindow:
     """The part of one sample's logical tensor that is on this rank.
 
     `shape` is the logical shape without the dim of samples; `index[d]` are the logical positions
@@ -54,12 +66,12 @@ class Window:
     index: tuple[Sequence[int] | Tensor | None, ...]
 
 
-def within(
-    held: Window | None,
+def narrow_window(
+    held: LogicalWindow | None,
     shape: Sequence[int],
     total: int,
     along: Sequence[Sequence[int] | Tensor | None],
-) -> Window:
+) -> LogicalWindow:
     """Narrow a window: `along` has, for each dim, the selected positions of `total`, or None.
 
     `held` is the window of the shards in a sample's logical tensor; None: all of `shape`. The
@@ -76,31 +88,31 @@ def within(
                 index[dim] = positions[torch.as_tensor(own)]
             else:
                 index[dim] = [positions[int(k)] for k in own]
-    return Window(tuple(whole), tuple(index))
+    return LogicalWindow(tuple(whole), tuple(index))
 
 
 _FEW, _SHAPES = 1 << 18, 16  # positions are cached for this number of elements and of shapes
-NOTED = 8  # first numbers of a stream, enough to tell streams apart
-Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
+RECORDED_NUMBERS = 8  # first numbers of a stream, enough to tell streams apart
+StreamKey = tuple[scope.Moment, str, int, int]  # step, site, call, sample
 
 
-class Begun(NamedTuple):
+class StreamStart(NamedTuple):
     """The start of a stream, the pass over the model that drew it, and whether one pass drew it
     twice."""
 
     numbers: tuple[int, ...]
-    turn: tuple[tuple[int, ...], int] | None  # samples, and number of the pass
+    pass_of_rows: tuple[tuple[int, ...], int] | None  # samples, and number of the pass
     twice: bool
 
 
-Slices = Callable[[str, int, tuple[int, ...]], Window | None]
+WindowOfDraw = Callable[[str, int, tuple[int, ...]], LogicalWindow | None]
 # (site, call) of every draw of training -> whether it has no rows
-Unbatched = Mapping[tuple[str, int], bool]
+UnbatchedDraws = Mapping[tuple[str, int], bool]
 
-EVERY = -1  # stands for all samples of a batch if they share one mask
+ALL_SAMPLES = -1  # stands for all samples of a batch if they share one mask
 
 
-def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
+def is_unbatched(known: UnbatchedDraws, site: str, call: int) -> bool:
     """Return whether a draw has no dim of samples: all rows of a batch, on any rank, share its
     mask.
 
@@ -113,7 +125,7 @@ def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
     return known.get((site, call), False)
 
 
-class LogicalDropout(Carrying):
+class LogicalDropout(CarryingMode):
     """Draw dropout logically; refuse other randomness, which other ranks cannot reproduce.
 
     slices     slices(site, call, shape) returns the window of a local tensor with this per-sample
@@ -129,38 +141,41 @@ class LogicalDropout(Carrying):
     carried = True
 
     def __init__(
-        self, seed: int, slices: Slices | None = None, unbatched: Unbatched | None = None
+        self, seed: int, slices: WindowOfDraw | None = None, unbatched: UnbatchedDraws | None = None
     ) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
         self.unbatched = unbatched or {}
         self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
-        self.begun: dict[Stream, Begun] | None = None
+        self.begun: dict[StreamKey, StreamStart] | None = None
         self._scaled: dict[Any, Tensor] = {}  # positions, cached for later steps
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
+        if type(func) is ATTRIBUTE_ACCESS:  # a third of all calls
             if func.__name__ == "__get__":  # no mode changes the value
                 return func(*args)
-            return self.ask(func, types, args, kwargs)
+            return self.call_beneath(func, types, args, kwargs)
         if may_draw(func, kwargs) and scope.current() is not None:
-            if illogical(func, args, kwargs):
-                raise without_form(name(func), scope.site())
+            if draws_illogically(func, args, kwargs):
+                raise not_reproducible_refusal(function_text(func), scope.current_site())
             if func in LOGICAL:
                 kwargs = dict(kwargs)
                 if any(hasattr(x, "placements") for x in args):
-                    raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
+                    raise _refusal(
+                        f"`{function_text(func)}` in {site_text(scope.current_site())} is given a"
+                        " DTensor"
+                    )
                 kwargs.pop("generator", None)
                 with self.beneath():
                     return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
 
-    def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
+    def enter_step(self, step: scope.Moment) -> AbstractContextManager[None]:
         """Return a context for a step that draws."""
-        return ambient(self)
+        return enter_modes(self)
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return integers of this shape, uniform in [0, 2**53), as the next call at the current
@@ -170,11 +185,11 @@ class LogicalDropout(Carrying):
             streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
             made = _mix(self._places(per_sample, window, device) + streams)
         if self.begun is not None:
-            self._record_start(call, made.reshape(len(keys), -1)[:, :NOTED])
+            self._record_start(call, made.reshape(len(keys), -1)[:, :RECORDED_NUMBERS])
         return made.reshape(tuple(shape))
 
     def _places(
-        self, local: tuple[int, ...], window: Window | None, device: torch.device
+        self, local: tuple[int, ...], window: LogicalWindow | None, device: torch.device
     ) -> Tensor:
         """Return positions times the increment of a stream; cached if small, since they depend on
         shapes only."""
@@ -184,7 +199,7 @@ class LogicalDropout(Carrying):
             listed = (None if one is None else tuple(one) for one in index)
             key = local, window and window.shape, *listed, device
         if key is None or (found := self._scaled.get(key)) is None:
-            found = _positions(local, window, device, scope.site()).mul_(_signed(_GAMMA))
+            found = _positions(local, window, device, scope.current_site()).mul_(_signed(_GAMMA))
             if key is not None:
                 if len(self._scaled) == _SHAPES:
                     self._scaled.clear()
@@ -199,27 +214,29 @@ class LogicalDropout(Carrying):
         """
         keys, per_sample, window, _ = self._next_draw(shape)
         if len(keys) != shape[0]:
-            raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
+            raise _refusal(
+                f"dropout in `{scope.current_site()}` on {shape[0]} rows of {len(keys)} samples"
+            )
         assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
         return torch.tensor(keys), None if window is None else window.index[0]
 
     def _next_draw(
         self, shape: Sequence[int]
-    ) -> tuple[list[int], tuple[int, ...], Window | None, int]:
+    ) -> tuple[list[int], tuple[int, ...], LogicalWindow | None, int]:
         """Count the next call at the current site; return a stream for each sample, and the
         window."""
         where = scope.current()
         assert where is not None, "logical numbers are drawn inside a scope"
-        site = scope.site()
-        call = scope.next_call(site)
+        site = scope.current_site()
+        call = scope.count_call(site)
         samples, per_sample = self.samples(site, call), tuple(shape)
-        if samples != (EVERY,):
+        if samples != (ALL_SAMPLES,):
             per_sample = _per_sample(per_sample, len(samples), site)
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
         if self.noted is not None:
             self.noted.setdefault((where.moment, site, call), set()).update(samples)
-        keys = [stream(self.seed, where.moment, site, call, sample) for sample in samples]
+        keys = [stream_of(self.seed, where.moment, site, call, sample) for sample in samples]
         return keys, per_sample, window, call
 
     def samples(self, site: str, call: int) -> tuple[int, ...]:
@@ -227,18 +244,20 @@ class LogicalDropout(Carrying):
         rows."""
         where = scope.current()
         assert where is not None
-        return (EVERY,) if is_unbatched(self.unbatched, site, call) else where.samples
+        return (ALL_SAMPLES,) if is_unbatched(self.unbatched, site, call) else where.samples
 
     def _record_start(self, call: int, first: Tensor) -> None:
         """Record the first numbers of each sample in this call."""
-        where, site, turn = scope.current(), scope.site(), scope.turn()
+        where, site, turn = scope.current(), scope.current_site(), scope.pass_number()
         assert where is not None and self.begun is not None
         at = None if turn is None else (where.samples, turn)  # parts of a batch may share a mask
         for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
             stream = where.moment, site, call, sample
             known = self.begun.get(stream)
-            twice = known is not None and at is not None and known.turn == at
-            self.begun[stream] = Begun(tuple(numbers), at, twice or bool(known and known.twice))
+            twice = known is not None and at is not None and known.pass_of_rows == at
+            self.begun[stream] = StreamStart(
+                tuple(numbers), at, twice or bool(known and known.twice)
+            )
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """Return a boolean mask of `shape`, true with probability 1 - p."""
@@ -255,12 +274,12 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     """Return the shape of one sample in a tensor that holds samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
-            f"{here(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples",
+            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples",
         )
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 
 
-def stream(*words: object) -> int:
+def stream_of(*words: object) -> int:
     """Return a stream as a signed 64-bit number, by a hash of words.
 
     For a mask the words are (seed, step, site, call, sample); saved tensors have their own.
@@ -270,10 +289,10 @@ def stream(*words: object) -> int:
 
 
 def _positions(
-    local: tuple[int, ...], window: Window | None, device: torch.device, site: str
+    local: tuple[int, ...], window: LogicalWindow | None, device: torch.device, site: str
 ) -> Tensor:
     """Return 1 + the index in the logical tensor of one sample, for each local element."""
-    window = window or Window(local, (None,) * len(local))
+    window = window or LogicalWindow(local, (None,) * len(local))
     held = tuple(
         size if index is None else len(index)
         for size, index in zip(window.shape, window.index, strict=True)
@@ -291,7 +310,7 @@ def _positions(
     return total.unsqueeze(0)
 
 
-def mixed(positions: Tensor, streams: Tensor) -> Tensor:
+def stream_numbers(positions: Tensor, streams: Tensor) -> Tensor:
     """Return the numbers of streams at positions from 1 on, uniform in [0, 2**53).
 
     `positions` are overwritten.
@@ -319,13 +338,13 @@ def _signed(number: int) -> int:
 def draws_weights() -> bool:
     """Return whether attention with dropped weights is computed by plain operators, with all
     weights."""
-    return scope.current() is not None and on(LogicalDropout)
+    return scope.current() is not None and is_active(LogicalDropout)
 
 
-def without_form(name: str, site: str, line: str = "") -> Refusal:
+def not_reproducible_refusal(name: str, site: str, line: str = "") -> Refusal:
     """Return the refusal (S812) of a draw that cannot be reproduced under every layout."""
     at = f", at {line}," if line else ""
-    return _refusal(f"`{name}` in {here(site)}{at} cannot be reproduced on other ranks")
+    return _refusal(f"`{name}` in {site_text(site)}{at} cannot be reproduced on other ranks")
 
 
 def _refusal(title: str) -> Refusal:
@@ -337,25 +356,25 @@ def _refusal(title: str) -> Refusal:
     )
 
 
-def name(func: Any) -> str:
+def function_text(func: Any) -> str:
     """Return the name of a torch function as a user writes it."""
     qualified = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
     return qualified.replace("_VariableFunctionsClass.", "torch.")
 
 
-def here(site: str) -> str:
+def site_text(site: str) -> str:
     """Return the running module as text."""
     return f"`{site}`" if site else "the model's forward"
 
 
-class Alone(Ambient):
+class SourceMode(AmbientMode):
     """A mode under which a model draws from a given source.
 
     It shares with the logical draws of programs only the form of each random function, so that
     errors there are not blamed on the model.
     """
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: DrawSource) -> None:
         super().__init__()
         self.draw = draw
 
@@ -369,7 +388,7 @@ class Alone(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-class ByRow:
+class RowDraws:
     """A source with a torch generator for every call and row: a row draws the same in every
     part."""
 
@@ -396,7 +415,7 @@ class ByRow:
         return torch.ge(self.uniform(shape, torch.float64, device), p)
 
 
-class Still:
+class ConstantDraws:
     """A source that drops nothing, and whose numbers are all 0.5."""
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -408,7 +427,7 @@ class Still:
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
 
-class Undropped(Alone):
+class NoDropout(SourceMode):
     """A mode without dropout, also for DTensors, whose masks would be plain tensors."""
 
     def __torch_function__(
@@ -420,18 +439,20 @@ class Undropped(Alone):
                 args = (*args[:4], 0.0, *args[5:])
             kwargs.pop("dropout_p", None)
             return func(*args, **kwargs)
-        if func in LOGICAL and "dropout" in name(func):
+        if func in LOGICAL and "dropout" in function_text(func):
             value = args[0] if args else kwargs["input"]
             kept = value.clone(), torch.ones_like(value, dtype=torch.bool)
             return kept if func is torch.native_dropout else value
         return super().__torch_function__(func, types, args, kwargs)
 
 
-Tags = Mapping[str, Any]  # axis -> layout of a dim on it
-Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
+AxisTags = Mapping[str, Any]  # axis -> layout of a dim on it
+MaskLayouts = Mapping[tuple[str, int], tuple[tuple[int, ...], AxisTags]]
 
 
-def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> tuple[tuple[int, ...], Tags]:
+def evaluation_layout(
+    masks: MaskLayouts, site: str, dims: int, split: bool
+) -> tuple[tuple[int, ...], AxisTags]:
     """Return shape and layout of a draw with `dims` dims per sample at a site in evaluation.
 
     `masks` are the draws of training. Evaluation makes only some of them, so call numbers differ:
@@ -449,11 +470,11 @@ def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> tuple[tupl
     return (), {}
 
 
-class Undrawn(LogicalDropout):
+class NoTrainingDraws(LogicalDropout):
     """Refuse every draw in evaluation, for a program that draws nothing in training."""
 
     def _next_draw(self, shape: Sequence[int]) -> Any:
-        raise _evaluation_refusal(scope.site(), "does not draw")
+        raise _evaluation_refusal(scope.current_site(), "does not draw")
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Any:
         """Refuse the draw."""
@@ -462,7 +483,7 @@ class Undrawn(LogicalDropout):
 
 def _evaluation_refusal(site: str, trains: str) -> Refusal:
     """Return the refusal (S812) of a draw that only evaluation makes, with the model's line."""
-    drawn = f"{here(site)} draws random numbers in evaluation ({_drawing_line()})"
+    drawn = f"{site_text(site)} draws random numbers in evaluation ({_drawing_line()})"
     return Refusal.of(
         "S812",
         drawn,
@@ -488,7 +509,7 @@ def _drawing_line() -> str:
 _SKIPPED = ("schedlang", "torch.")
 
 
-class Watched(Ambient):
+class DrawObserver(AmbientMode):
     """A mode that observes the draws of a forward; it enters the functions that LogicalDropout
     enters.
 
@@ -506,9 +527,9 @@ class Watched(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        refused = illogical(func, args, kwargs)
+        refused = draws_illogically(func, args, kwargs)
         if refused:
-            self._note(name(func))
+            self._note(function_text(func))
         if not refused and func not in LOGICAL:
             return self.run(func, types, args, kwargs)
         self._inside += 1
@@ -517,9 +538,9 @@ class Watched(Ambient):
         finally:
             self._inside -= 1
 
-    def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def observe_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Observe a random operator that runs."""
-        if not active(func, args, kwargs):
+        if not is_drawing(func, args, kwargs):
             return
         self.random = True
         if not self._inside:

@@ -22,7 +22,7 @@ from torch import fx
 # size is 1, several if a view has merged them. So a row of N numbers is never taken for N rows.
 
 
-Roles: TypeAlias = tuple[tuple[int, ...], ...]
+DimRoles: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class NotRowwise(Exception):
@@ -30,7 +30,7 @@ class NotRowwise(Exception):
 
 
 @dataclass(frozen=True)
-class Grid:
+class RowGrid:
     """The shape that all values are broadcast to."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Grid:
         """The dims that count rows."""
         return frozenset(d for d in range(-len(self.shape), -1) if self.shape[d] > 1)
 
-    def of(self, shape: Sequence[int], what: str) -> Roles:
+    def roles_of(self, shape: Sequence[int], what: str) -> DimRoles:
         """Return the roles of an input tensor's dims, by torch's broadcasting."""
         found = []
         for place, size in enumerate(shape):
@@ -62,7 +62,7 @@ class Grid:
             found.append((dim,) if size != 1 else ())
         return tuple(found)
 
-    def parts(self, roles: Roles, what: str) -> tuple[bool, bool]:
+    def varies_along(self, roles: DimRoles, what: str) -> tuple[bool, bool]:
         """Return whether a value differs from row to row, and from column to column."""
         dims = {dim for role in roles for dim in role}
         leading = dims - {-1}
@@ -70,7 +70,7 @@ class Grid:
             raise NotRowwise(f"{what} is broadcast over some of the leading dims only")
         return bool(leading), -1 in dims
 
-    def together(self, several: Sequence[Roles], what: str) -> Roles:
+    def combine(self, several: Sequence[DimRoles], what: str) -> DimRoles:
         """Return the roles of a pointwise operator's result."""
         length = max((len(roles) for roles in several), default=0)
         found: list[tuple[int, ...]] = []
@@ -81,7 +81,7 @@ class Grid:
             found.append(distinct.pop() if distinct else ())
         return tuple(found)
 
-    def viewed(self, roles: Roles, shape: Sequence[int], what: str) -> Roles:
+    def roles_of_view(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
         """Return the roles after a view."""
         dims = [dim for role in roles for dim in role]
         found: list[tuple[int, ...]] = []
@@ -94,7 +94,7 @@ class Grid:
             found.append(tuple(merged))
         return tuple(found)
 
-    def expanded(self, roles: Roles, shape: Sequence[int], what: str) -> Roles:
+    def roles_of_expand(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
         """Return the roles after `expand`."""
         old = ((),) * (len(shape) - len(roles)) + roles
         found: list[tuple[int, ...]] = []
@@ -194,7 +194,7 @@ POINTWISE: Mapping[str, str] = {
 }
 
 # operators that give the same values in another shape, or under another name
-SAME = frozenset(
+VIEWS = frozenset(
     f"aten.{name}"
     for name in (
         *("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default"),
@@ -203,14 +203,14 @@ SAME = frozenset(
     )
 )
 CASTS = frozenset(("prims.convert_element_type.default", "aten._to_copy.default"))
-FULL = frozenset(
+CONSTANTS = frozenset(
     f"aten.{name}.default"
     for name in (
         *("full", "full_like", "zeros_like", "ones_like", "zeros", "ones", "scalar_tensor"),
         *("new_zeros", "new_full"),
     )
 )
-IDLE = frozenset(("aten._assert_tensor_metadata.default",))
+NO_OPERATION = frozenset(("aten._assert_tensor_metadata.default",))
 POWERS: Mapping[float, str] = {
     -2.0: "1.0 / ({0} * {0})",
     -1.0: "1.0 / {0}",
@@ -227,7 +227,7 @@ EXTREMES: Mapping[str, str] = {"aten.amax.default": "max", "aten.amin.default": 
 VARIANCES = frozenset(("aten.var_mean.correction", "aten.var.correction"))
 
 
-def value_of(target: str, args: tuple[Any, ...]) -> float:
+def constant_value(target: str, args: tuple[Any, ...]) -> float:
     """Return the number of a constant tensor."""
     name = target.split(".")[1]
     if name.startswith("zeros") or name == "new_zeros":
@@ -240,23 +240,23 @@ def value_of(target: str, args: tuple[Any, ...]) -> float:
 # -- the chain -------------------------------------------------------------------------------------
 
 
-How = Literal["given", "point", "row", "column"]
+ValueKind = Literal["given", "point", "row", "column"]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity
-class Value:
+class ChainValue:
     """One value of a chain.
 
-    how    `given`: an input tensor, number `place`; `point`: an expression of the operands; `row`:
+    how    `inputs`: an input tensor, number `place`; `point`: an expression of the operands; `row`:
            a reduction along each row (`text` is sum, max or min); `column`: a sum over all rows
     rows   whether it differs from row to row
     cols   whether it differs from column to column
     """
 
     name: str
-    how: How
+    kind: ValueKind
     text: str
-    operands: tuple[Value, ...]
+    operands: tuple[ChainValue, ...]
     rows: bool
     cols: bool
     dtype: torch.dtype
@@ -264,16 +264,16 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResult:
     """A result that the kernel stores."""
 
-    value: Value
+    value: ChainValue
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class From:
+class OutputSource:
     """The source of an output of the graph: number `place` of the inputs, stored results or tail
     outputs."""
 
@@ -282,20 +282,20 @@ class From:
 
 
 @dataclass(frozen=True)
-class Chain:
+class RowwiseChain:
     """A graph as one kernel, and what torch computes after it from the sums over rows.
 
-    tail   a graph of (the sums in order, inputs numbered `wanted`): a few operators on tensors of
-           one row, such as casts and sums of gradients
+    tail   a graph of (the sums in order, inputs numbered `tail_inputs`): a few operators on
+           tensors of one row, such as casts and sums of gradients
     """
 
-    grid: Grid
-    given: tuple[Value, ...]
-    stored: tuple[Stored, ...]
-    sums: tuple[Stored, ...]
-    outputs: tuple[From, ...]
+    grid: RowGrid
+    inputs: tuple[ChainValue, ...]
+    stored: tuple[StoredResult, ...]
+    sums: tuple[StoredResult, ...]
+    outputs: tuple[OutputSource, ...]
     tail: fx.Graph | None = field(default=None, repr=False)
-    wanted: tuple[int, ...] = ()
+    tail_inputs: tuple[int, ...] = ()
 
 
 # -- its text --------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float
 _EMPTY = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
 
 
-def source(chain: Chain, rounding: str, *, looped: bool) -> str:
+def triton_source(chain: RowwiseChain, rounding: str, *, looped: bool) -> str:
     """Return the source of a module with one Triton kernel, `kernel`.
 
     `looped`: rows are longer than a block. `rounding` "eager": every value is rounded to its dtype
@@ -316,29 +316,29 @@ def source(chain: Chain, rounding: str, *, looped: bool) -> str:
     return _Writer(chain, rounding).text(looped)
 
 
-def passes(chain: Chain) -> int:
+def count_passes(chain: RowwiseChain) -> int:
     """Return the number of passes over a row of several blocks."""
     ends = [s.value for s in chain.stored] + [s.value.operands[0] for s in chain.sums]
     return 1 + max((_level(value) for value in ends), default=0)
 
 
 class _Writer:
-    def __init__(self, chain: Chain, rounding: str) -> None:
+    def __init__(self, chain: RowwiseChain, rounding: str) -> None:
         self.chain, self.rounding = chain, rounding
         self.lines: list[str] = []
         self.depth = 1
-        self.done: set[Value] = set()
+        self.done: set[ChainValue] = set()
 
     def text(self, looped: bool) -> str:
         """Return the complete source."""
         chain = self.chain
         names = [
-            *(f"a{v.place}" for v in chain.given),
+            *(f"a{v.place}" for v in chain.inputs),
             *(f"o{n}" for n in range(len(chain.stored))),
             *(f"c{n}" for n in range(len(chain.sums))),
             "rows",
             "size",
-            *(f"a{v.place}_stride" for v in chain.given if v.rows and v.cols),
+            *(f"a{v.place}_stride" for v in chain.inputs if v.rows and v.cols),
             "tiles",
             "ROWS: tl.constexpr",
             "BLOCK: tl.constexpr",
@@ -387,13 +387,13 @@ class _Writer:
         self._write("for tile in range(tiles):")
         self.depth += 1
         self._rows()
-        reductions = [v for v in self._needed(self._results()) if v.how == "row"]
+        reductions = [v for v in self._needed(self._results()) if v.kind == "row"]
         for level in range(1, max((_level(v) for v in reductions), default=0) + 1):
             self._pass([v for v in reductions if _level(v) == level])
         self._write_results()
         self.depth -= 1
 
-    def _pass(self, reductions: Sequence[Value]) -> None:
+    def _pass(self, reductions: Sequence[ChainValue]) -> None:
         """Write a pass over the rows for reductions that depend only on earlier ones."""
         self._write_row_values(reductions)
         for value in reductions:
@@ -418,14 +418,14 @@ class _Writer:
             self._write(f"{value.name} = {self._rounded(reduced, value)}")
             self.done.add(value)
 
-    def _write_row_values(self, wanted: Iterable[Value]) -> None:
+    def _write_row_values(self, wanted: Iterable[ChainValue]) -> None:
         """Write the values without columns that are known before a pass over the rows."""
         for value in self._needed(wanted):
             known = all(v in self.done for v in value.operands)
-            if known and not value.cols and value.how != "row":
+            if known and not value.cols and value.kind != "row":
                 self._value(value)
 
-    def _blocks(self, wanted: Sequence[Value]) -> int:
+    def _blocks(self, wanted: Sequence[ChainValue]) -> int:
         """Write the head of a loop over blocks, and the wanted values in it; return the loop's
         depth."""
         self._write("for start in range(0, size, BLOCK):")
@@ -468,15 +468,15 @@ class _Writer:
 
     # pieces
 
-    def _results(self) -> list[Value]:
+    def _results(self) -> list[ChainValue]:
         """Return the stored values, and the operands of sums over rows."""
         return [s.value for s in self.chain.stored] + [s.value.operands[0] for s in self.chain.sums]
 
-    def _needed(self, ends: Iterable[Value]) -> list[Value]:
+    def _needed(self, ends: Iterable[ChainValue]) -> list[ChainValue]:
         """Return all values that these depend on and that are not written yet, in order."""
-        found: dict[Value, None] = {}
+        found: dict[ChainValue, None] = {}
 
-        def walk(value: Value) -> None:
+        def walk(value: ChainValue) -> None:
             if value in self.done or value in found:
                 return
             for one in value.operands:
@@ -498,11 +498,11 @@ class _Writer:
         )
         self._write("live = row < rows")
 
-    def _value(self, value: Value) -> None:
+    def _value(self, value: ChainValue) -> None:
         names = [v.name for v in value.operands]
-        if value.how == "given":
+        if value.kind == "given":
             text = self._loaded(value)
-        elif value.how == "row":
+        elif value.kind == "row":
             mask = "inside" if value.operands[0].rows else "within"
             text = _reduction_text(value, f"tl.where({mask}, {names[0]}, {_EMPTY[value.text]})")
         elif not value.operands:
@@ -512,13 +512,13 @@ class _Writer:
         self._write(f"{value.name} = {self._rounded(text, value)}")
         self.done.add(value)
 
-    def _rounded(self, said: str, value: Value) -> str:
+    def _rounded(self, said: str, value: ChainValue) -> str:
         narrow = value.dtype in (torch.bfloat16, torch.float16)
-        if not narrow or self.rounding != "eager" or value.how == "given":
+        if not narrow or self.rounding != "eager" or value.kind == "given":
             return said
         return f"({said}).to({TYPES[value.dtype]}).to(tl.float32)"
 
-    def _loaded(self, value: Value) -> str:
+    def _loaded(self, value: ChainValue) -> str:
         name = f"a{value.place}"
         at, mask = name, ""
         if value.rows and value.cols:
@@ -530,7 +530,7 @@ class _Writer:
         end = " != 0" if value.dtype is torch.bool else ".to(tl.float32)"
         return f"tl.load({at}{mask}){end}"
 
-    def _over_rows(self, column: Value) -> str:
+    def _over_rows(self, column: ChainValue) -> str:
         value = column.operands[0]
         mask = "inside" if column.cols else "live"
         return f"tl.sum(tl.where({mask}, {value.name}, 0.0), 0, keep_dims=True)"
@@ -549,7 +549,7 @@ class _Writer:
         self._write(f"tl.store({at}, ({value.name}).to({end}), mask={mask})")
 
 
-def _reduction_text(value: Value, expression: str) -> str:
+def _reduction_text(value: ChainValue, expression: str) -> str:
     """Return the reduction of a masked expression; a maximum or minimum over a NaN is NaN."""
     if value.text == "sum":
         return f"tl.sum({expression}, 1, keep_dims=True)"
@@ -557,7 +557,7 @@ def _reduction_text(value: Value, expression: str) -> str:
     return f'tl.where({wild}, float("nan"), tl.{value.text}({expression}, 1, keep_dims=True))'
 
 
-def _level(value: Value) -> int:
+def _level(value: ChainValue) -> int:
     """Return the length of the longest chain of reductions up to this value."""
     before = max((_level(v) for v in value.operands), default=0)
-    return before + (value.how == "row")
+    return before + (value.kind == "row")

@@ -22,19 +22,25 @@ from typing import IO, Any
 import torch
 from torch import Tensor, fx
 
-from schedlang.kernels.device import (
+from schedlang.kernels.kernel_device import (
+    DEVICE_TYPE,
     INTERPRETED,
-    KIND,
-    count,
+    as_rows,
+    can_run_kernel,
+    count_kernel_run,
     environment,
-    matrix,
-    programs,
-    runs_kernel,
+    program_count,
     tile,
     triton,
 )
-from schedlang.runtime.rowwise_kernels.chain import Chain, From, Stored, Value, source
-from schedlang.runtime.rowwise_kernels.lower import lowered
+from schedlang.runtime.rowwise_kernels.chain import (
+    ChainValue,
+    OutputSource,
+    RowwiseChain,
+    StoredResult,
+    triton_source,
+)
+from schedlang.runtime.rowwise_kernels.lowering import lower_graph
 
 # -- a chain computed by torch ---------------------------------------------------------------------
 # This replaces a kernel where none can run, and proofs compare it in float64: then the roles of
@@ -50,13 +56,13 @@ _NAMES = (
 )
 
 
-def evaluated(
-    chain: Chain, given: Sequence[Tensor], rounding: str
+def evaluate_chain(
+    chain: RowwiseChain, given: Sequence[Tensor], rounding: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the kernel would store, and the sums over rows; `given` are the chain's
     inputs."""
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
-    run = _Run(chain, dict(zip(chain.given, given, strict=True)), rounding, dtype)
+    run = _Run(chain, dict(zip(chain.inputs, given, strict=True)), rounding, dtype)
     return [run.whole(one) for one in chain.stored], [run.summed(one) for one in chain.sums]
 
 
@@ -71,41 +77,41 @@ class _Torch:
 
 @dataclass
 class _Run:
-    chain: Chain
-    given: dict[Value, Tensor]
+    chain: RowwiseChain
+    given: dict[ChainValue, Tensor]
     rounding: str
     wide: torch.dtype
-    known: dict[Value, Tensor] = field(default_factory=dict)
+    known: dict[ChainValue, Tensor] = field(default_factory=dict)
 
-    def whole(self, one: Stored) -> Tensor:
+    def whole(self, one: StoredResult) -> Tensor:
         """Return a result as it is stored."""
         grid, value = self.chain.grid, one.value
         shape = (grid.rows if value.rows else 1, grid.size if value.cols else 1)
         made = self.of(value).broadcast_to(shape).to(one.dtype).reshape(one.shape)
         return made.clone(memory_format=torch.contiguous_format)
 
-    def summed(self, one: Stored) -> Tensor:
+    def summed(self, one: StoredResult) -> Tensor:
         """Return a sum over all rows, in its dtype in the model."""
         (value,) = one.value.operands
         grid = self.chain.grid
         each = self.of(value).broadcast_to(grid.rows, grid.size if one.value.cols else 1)
         return each.sum(0).to(one.dtype).reshape(one.shape)
 
-    def of(self, value: Value) -> Tensor:
+    def of(self, value: ChainValue) -> Tensor:
         """Return a value as [rows, columns]; each is computed once."""
         if value not in self.known:
             made = self._made(value)
-            if value.dtype in NARROW and self.rounding == "eager" and value.how != "given":
+            if value.dtype in NARROW and self.rounding == "eager" and value.kind != "given":
                 made = made.to(value.dtype).to(self.wide)
             self.known[value] = made
         return self.known[value]
 
-    def _made(self, value: Value) -> Tensor:
-        if value.how == "given":
+    def _made(self, value: ChainValue) -> Tensor:
+        if value.kind == "given":
             found = self.given[value].reshape(-1 if value.rows else 1, self._size(value))
             return found if found.dtype is torch.bool else found.to(self.wide)
         operands = [self.of(one) for one in value.operands]
-        if value.how == "row":
+        if value.kind == "row":
             (each,) = operands
             each = each.broadcast_to(each.shape[0], self.chain.grid.size)
             reduce: Any = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.text]
@@ -113,10 +119,10 @@ class _Run:
             return made
         return self._expression(value, operands)
 
-    def _size(self, value: Value) -> int:
+    def _size(self, value: ChainValue) -> int:
         return self.chain.grid.size if value.cols else 1
 
-    def _expression(self, value: Value, operands: Sequence[Tensor]) -> Tensor:
+    def _expression(self, value: ChainValue, operands: Sequence[Tensor]) -> Tensor:
         names = [one.name for one in value.operands]
         space = {
             "tl": _Torch(self.wide),
@@ -127,7 +133,7 @@ class _Run:
         }
         made = eval(value.text.format(*names), space)
         if not isinstance(made, Tensor):
-            like = self.given[self.chain.given[0]]
+            like = self.given[self.chain.inputs[0]]
             made = torch.full((1, 1), float(made), dtype=self.wide, device=like.device)
         return made if made.dtype is torch.bool else made.to(self.wide)
 
@@ -135,14 +141,14 @@ class _Run:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-LONGEST = 8192  # elements of a row that one program can hold
+MAX_ROW = 8192  # elements of a row that one program can hold
 _BLOCK = 2048  # elements of a block of a longer row
 
-Launch = Callable[["Kernel", list[Any], "Shape"], None]
+LaunchFunction = Callable[["RowwiseKernel", list[Any], "LaunchShape"], None]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """The grid and the constants of a launch."""
 
     programs: int
@@ -153,14 +159,14 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class RowwiseKernel:
     """A graph, its chain and its source.
 
     Its outputs are in the order in which the graph first names them.
     """
 
     graph: fx.Graph = field(repr=False)
-    chain: Chain = field(repr=False)
+    chain: RowwiseChain = field(repr=False)
     rounding: str
     text: str
     tail: fx.GraphModule | None = field(repr=False)
@@ -171,7 +177,7 @@ class Kernel:
         return f"rowwise_{sha256(self.text.encode()).hexdigest()[:12]}"
 
     @cached_property
-    def order(self) -> tuple[From, ...]:
+    def output_order(self) -> tuple[OutputSource, ...]:
         """The sources of its outputs, each once."""
         made = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
         return tuple(dict.fromkeys(made))
@@ -181,50 +187,52 @@ class Kernel:
         """Shape and dtype of its outputs."""
         (nodes,) = next(iter(reversed(self.graph.nodes))).args
         known = dict(zip(reversed(self.chain.outputs), reversed(nodes), strict=True))
-        tensors = [known[output].meta["val"] for output in self.order]
+        tensors = [known[output].meta["val"] for output in self.output_order]
         return tuple((tuple(int(n) for n in t.shape), t.dtype) for t in tensors)
 
     @property
     def looped(self) -> bool:
         """Whether a row is read block by block."""
-        return self.chain.grid.size > LONGEST
+        return self.chain.grid.size > MAX_ROW
 
 
-def kernel(graph: fx.Graph, rounding: str, results: int = 0) -> Kernel:
+def make_kernel(graph: fx.Graph, rounding: str, results: int = 0) -> RowwiseKernel:
     """Return the kernel of an ATen graph; raises NotRowwise.
 
     The first `results` outputs are separate tensors, even if they are equal to others.
     """
-    chain = lowered(graph, results)
-    text = source(chain, rounding, looped=chain.grid.size > LONGEST)
+    chain = lower_graph(graph, results)
+    text = triton_source(chain, rounding, looped=chain.grid.size > MAX_ROW)
     tail = fx.GraphModule({}, chain.tail) if chain.tail is not None else None
-    return Kernel(graph, chain, rounding, text, tail)
+    return RowwiseKernel(graph, chain, rounding, text, tail)
 
 
-def number(made: Kernel, output: From) -> int:
+def output_index(made: RowwiseKernel, output: OutputSource) -> int:
     """Return the index of an output among the tensors that `run` returns."""
-    return made.order.index(output)
+    return made.output_order.index(output)
 
 
-def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
+def run_kernel(made: RowwiseKernel, given: Sequence[Tensor]) -> list[Tensor]:
     """Run a kernel on the inputs of its graph; return all outputs."""
-    used = [given[v.place] for v in made.chain.given]
+    used = [given[v.place] for v in made.chain.inputs]
     is_float64 = any(t.dtype == torch.float64 for t in given)
     grid = torch.empty(made.chain.grid.shape, device="meta")
-    fits = runs_kernel(next((t for t in used if t.numel()), grid), longest=None)
+    fits = can_run_kernel(next((t for t in used if t.numel()), grid), longest=None)
     launches = not is_float64 and (bool(_launchers) or fits)
-    count(launches)
+    count_kernel_run(launches)
     if launches:
         stored, sums = _launch(made, used)
     else:
-        stored, sums = evaluated(made.chain, used, made.rounding)
+        stored, sums = evaluate_chain(made.chain, used, made.rounding)
     late: Sequence[Tensor] = ()
     if made.tail is not None:
-        late = made.tail(*sums, *(given[place] for place in made.chain.wanted))
-    return [stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.order]
+        late = made.tail(*sums, *(given[place] for place in made.chain.tail_inputs))
+    return [
+        stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.output_order
+    ]
 
 
-def shape_of(made: Kernel, like: Tensor) -> Shape:
+def launch_shape(made: RowwiseKernel, like: Tensor) -> LaunchShape:
     """Return the launch shape of a kernel: programs, tiles of rows per program, and block."""
     grid = made.chain.grid
     if made.looped:
@@ -232,17 +240,17 @@ def shape_of(made: Kernel, like: Tensor) -> Shape:
     else:
         rows, block, warps = tile(grid.size)
     tiles = -(-grid.rows // rows)
-    parts = min(tiles, programs(like)) if made.chain.sums else tiles
-    return Shape(parts, -(-tiles // parts), rows, block, warps)
+    parts = min(tiles, program_count(like)) if made.chain.sums else tiles
+    return LaunchShape(parts, -(-tiles // parts), rows, block, warps)
 
 
-def _launch(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _launch(made: RowwiseKernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Launch a kernel; return what it stores, and its sums over rows, added over programs."""
     chain, like = made.chain, used[0]
-    shape = shape_of(made, like)
+    shape = launch_shape(made, like)
     loaded = [
-        matrix(t) if v.rows and v.cols else t.reshape(-1).contiguous()
-        for v, t in zip(chain.given, used, strict=True)
+        as_rows(t) if v.rows and v.cols else t.reshape(-1).contiguous()
+        for v, t in zip(chain.inputs, used, strict=True)
     ]
     stored = [torch.empty(s.shape, dtype=s.dtype, device=like.device) for s in chain.stored]
     begin = torch.zeros if made.looped else torch.empty
@@ -254,17 +262,17 @@ def _launch(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
         )
         for s in chain.sums
     ]
-    strides = [t.stride(0) for v, t in zip(chain.given, loaded, strict=True) if v.rows and v.cols]
+    strides = [t.stride(0) for v, t in zip(chain.inputs, loaded, strict=True) if v.rows and v.cols]
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
-    launch = _launchers[-1] if _launchers else launched_here
+    launch = _launchers[-1] if _launchers else launch_here
     launch(made, [*loaded, *stored, *sums, *numbers], shape)
     totals = [t.sum(0).to(s.dtype).reshape(s.shape) for s, t in zip(chain.sums, sums, strict=True)]
     return stored, totals
 
 
-def launched_here(made: Kernel, arguments: list[Any], shape: Shape) -> None:
+def launch_here(made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
     """Launch a kernel in this process."""
-    jitted(made.text)[(shape.programs,)](
+    compile_source(made.text)[(shape.programs,)](
         *arguments,
         ROWS=shape.rows,
         BLOCK=shape.block,
@@ -274,11 +282,11 @@ def launched_here(made: Kernel, arguments: list[Any], shape: Shape) -> None:
 
 
 _jitted: dict[str, Any] = {}
-_launchers: list[Launch] = []
+_launchers: list[LaunchFunction] = []
 
 
 @contextmanager
-def launching(launch: Launch) -> Iterator[None]:
+def launch_by(launch: LaunchFunction) -> Iterator[None]:
     """Launch kernels by another function within the block: in a process with the interpreter."""
     _launchers.append(launch)
     try:
@@ -287,7 +295,7 @@ def launching(launch: Launch) -> Iterator[None]:
         _launchers.pop()
 
 
-def jitted(text: str) -> Any:
+def compile_source(text: str) -> Any:
     """Compile a kernel's source, cached; linecache gets the source, for triton and tracebacks."""
     assert triton is not None
     if text not in _jitted:
@@ -304,20 +312,20 @@ def jitted(text: str) -> Any:
 
 
 @contextmanager
-def interpreted(device: str) -> Iterator[str]:
+def run_for_device(device: str) -> Iterator[str]:
     """Run kernels, within the block, for tensors of a device; yield how they run.
 
     Yields "triton", "interpreter" or "reference".
     """
     with ExitStack() as stack:
-        if device == KIND:
+        if device == DEVICE_TYPE:
             yield "triton"
         elif triton is None:
             yield "reference"
         else:
             if not INTERPRETED:
                 child = stack.enter_context(_interpreter_process())
-                stack.enter_context(launching(_RemoteLauncher(child).launch))
+                stack.enter_context(launch_by(_RemoteLauncher(child).launch))
             yield "interpreter"
 
 
@@ -341,7 +349,7 @@ class _RemoteLauncher:
 
     child: subprocess.Popen[bytes]
 
-    def launch(self, made: Kernel, arguments: list[Any], shape: Shape) -> None:
+    def launch(self, made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
         """Send the arguments; copy the returned tensors into them."""
         assert self.child.stdin is not None and self.child.stdout is not None
         fusion = made.rounding != "eager"
@@ -384,7 +392,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints must not mix with the answers
     while (task := _receive(sys.stdin.buffer)) is not None:
-        jitted(task["text"])[(task["programs"],)](
+        compile_source(task["text"])[(task["programs"],)](
             *task["arguments"],
             ROWS=task["rows"],
             BLOCK=task["block"],
