@@ -65,7 +65,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor", "choose_saved", "adapipe", "pofo", "dtr"] | None = field(
+    plan: Literal["rotor", "pareto", "adapipe", "pofo", "dtr"] | None = field(
         default=None, kw_only=True
     )
     memory: Bytes | None = field(default=None, kw_only=True)

@@ -82,7 +82,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """Refuse modules that are no experts, and numbers of experts that ranks do not divide."""
         found = self._probe_experts(site, plan)
         if hasattr(found, "reason"):
-            notes, helps = (found.said,), found.helps
+            notes, helps = (found.message,), found.helps
             refuse(
                 "S421",
                 f"`{site}` does not have the form of an experts module",

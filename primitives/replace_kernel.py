@@ -142,7 +142,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
                 helps=(f"drop the row `{site} {self}`",),
             )
         edges = traced.edges.get(site.fqn, ())
-        if not self.waits or not edges or [edge.head for edge in edges] == [True]:
+        if not self.waits or not edges or [edge.is_head for edge in edges] == [True]:
             return
         rows = [a for a in plan.rows_changing(Facet.PLACEMENT) if site.fqn in a.sites]
         axis = edges[0].group.axes[0]

@@ -210,7 +210,7 @@ def build_pipeline(
             stub=stub,
             loss=loss,
             **halves.get(s, {}),
-            through=sliced[s].through if s in sliced else None,
+            through=sliced[s].run_forward if s in sliced else None,
         )
         for s in staged.stages_at(place)
     }

@@ -123,7 +123,7 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
     arrivals = _shared_arrivals(model, traced) if traced.sharing_modules else {}
     for fqn, edges in traced.edges.items():
         module, cache = model.get_submodule(fqn), arrivals.get(fqn)
-        grouped = tuple(replace(with_group(edge), arrivals=cache) for edge in edges)
+        grouped = tuple(replace(with_group(edge), cache=cache) for edge in edges)
         wrap(module, "sharded", ShardedLayer(module, traced.kinds[fqn], grouped))
     for fqn in traced.uncalled:
         module = model.get_submodule(fqn)

@@ -160,9 +160,9 @@ def usual_axis(axes: Collection[str], role: str) -> str | None:
 def offer_row(row: str, axes: Collection[str], role: str) -> str:
     """Format a row for a help, its `{}` replaced by the axis for a role, and what the mesh lacks.
 
-    >>> offered("zero(stage=1, over={})", ["dp"], "replicas")
+    >>> offer_row("zero(stage=1, over={})", ["dp"], "replicas")
     '`zero(stage=1, over=dp)`'
-    >>> offered("zero(stage=1, over={})", ["pp"], "replicas")
+    >>> offer_row("zero(stage=1, over={})", ["pp"], "replicas")
     '`zero(stage=1, over=dp)`, with `dp` among the axes of the mesh, which are `pp`'
     """
     axis, wanted = usual_axis(axes, role), USUAL_NAMES[role][0]

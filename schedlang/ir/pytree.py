@@ -321,7 +321,7 @@ def _register_samples(kind: type) -> None:
         return [(MappingKey(name), child) for name, child in zip(context[0], children)], context
 
     def unflatten(children: Iterable[Any], context: Any) -> Any:
-        return context[1].filled(children)
+        return context[1].fill(children)
 
     _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 

@@ -166,7 +166,7 @@ def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
             output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
             if a.tokens is not None and not new:
-                cache.begin(a.tokens.layout(given), tokens)
+                cache.keep_prompt(a.tokens.layout(given), tokens)
             cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output

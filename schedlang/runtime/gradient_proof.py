@@ -258,7 +258,7 @@ class VaryingTypes(Lattice):
             for kind, plain in found:
                 made = self._forward(kind.forward, plain)
                 if issubclass(kind, GridFunction):
-                    made = self._product(kind.forward, kind.summed)
+                    made = self._product(kind.forward, kind.reduced_groups)
                 kind.forward = staticmethod(made)
                 kind.backward = staticmethod(self._backward(kind.backward))
             with listen_to_collectives(self._listen):
@@ -360,7 +360,7 @@ class VaryingTypes(Lattice):
         def backward(ctx: Any, *grads: Any) -> Any:
             out, observed = self._listened(inner, ctx, *grads)
             if hasattr(ctx, "schedlang"):
-                ctx.schedlang.back.extend(observed)
+                ctx.schedlang.backward_collectives.extend(observed)
             return out
 
         return backward

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @verb
 def diff(
     old: Annotated[
-        Path, typer.Argument(help="A schedule, or a load_saved_plan plan.", metavar="A")
+        Path, typer.Argument(help="A schedule, or a saved plan.", metavar="A")
     ],
     new: Annotated[
         Path, typer.Argument(help="Another schedule or plan for the same model.", metavar="B")
@@ -29,7 +29,7 @@ def diff(
         bool, typer.Option("--markdown", help="Tables for a pull request.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a diff_page into this file.")
+        Path | None, typer.Option("--html", help="Write a page into this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -65,7 +65,7 @@ class Search:
     why: Annotated[
         list[str] | None,
         typer.Option(
-            "--explain_rejection", metavar="NAME=V", help="Price this beside the best; repeatable."
+            "--why", metavar="NAME=V", help="Price this beside the best; repeatable."
         ),
     ] = None
     planner: Annotated[

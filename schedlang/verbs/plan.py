@@ -34,10 +34,10 @@ class OutputFiles:
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
     html: Annotated[
-        Path | None, typer.Option("--html", help="Draw it into this file, as a plan_page.")
+        Path | None, typer.Option("--html", help="Draw it into this file, as a page.")
     ] = None
     trace: Annotated[
-        Path | None, typer.Option("--format_trace", help="The timeline for Perfetto or Chrome.")
+        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", help="Save the plan, for `run --plan` and `diff`.")

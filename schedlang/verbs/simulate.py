@@ -64,10 +64,10 @@ class Speeds:
     """The speeds of ranks and links."""
 
     tflops: Annotated[
-        float, typer.Option(help="TFLOP/s of a rank, where parse_costs are estimated.")
+        float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")
     ] = 100.0
     bandwidth: Annotated[
-        float, typer.Option(help="GB/s between ranks, where parse_costs are estimated.")
+        float, typer.Option(help="GB/s between ranks, where costs are estimated.")
     ] = 50.0
 
     def machine(self) -> RankRates:
@@ -90,7 +90,7 @@ class Pictures:
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--format_trace", help="Write a format_trace for Perfetto or Chrome; *.gz is packed."
+            "--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."
         ),
     ] = None
     transfers: Annotated[

@@ -58,7 +58,7 @@ def verify(
     seed: Seed = 0,
     only: Annotated[
         str | None,
-        typer.Option(metavar="LINES", help="Only the rows of these report_lines: 11,14-17."),
+        typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17."),
     ] = None,
     dtype: WorkingDtype = None,
     locked: Annotated[
@@ -72,7 +72,7 @@ def verify(
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write the report as a html_page into this file.")
+        Path | None, typer.Option("--html", help="Write the report as a page into this file.")
     ] = None,
     timeout: Timeout = None,
     verbose: Annotated[

@@ -98,7 +98,7 @@ MUTANTS: dict[str, Change] = {
     "a block that sees a little is left out": (
         PositionMask,
         "nothing",
-        lambda self, queries, keys: not self.everything(queries, keys),
+        lambda self, queries, keys: not self.shows_all(queries, keys),
     ),
     "tokens stay in the order in which they arrive": (attention, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (

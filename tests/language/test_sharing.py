@@ -34,7 +34,7 @@ from tests.properties.schedules import Drawn, legal
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [p for p in sorted((ROOT / "examples").glob("**/*.sched")) if p.stem != "megatron"]
-MAPS = ("layouts", "boundaries", "computes", "told", "contexts")
+MAPS = ("layouts", "boundaries", "computes", "kind_options", "contexts")
 
 
 class Layer(nn.Module):
@@ -75,7 +75,7 @@ def _outcome(model: nn.Module, rows: str) -> Plan | str:
 
 def _alone(model: nn.Module, rows: str) -> Plan | str:
     """The same where every module is checked by itself."""
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         return _outcome(model, rows)
 
 
@@ -151,7 +151,7 @@ def test_what_made_equal_modules_unlike_is_seen() -> None:
 
 
 def _each(plan: Plan, row: Primitive, sites: tuple[str, ...]) -> Plan:
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         return plan.add(row, sites)
 
 
@@ -168,7 +168,7 @@ def test_the_examples_have_the_plans_of_single_checks(path: Path) -> None:
             return refusal.render()
 
     together = outcome()
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         _same(together, outcome())
 
 
@@ -181,7 +181,7 @@ def test_drawn_schedules_have_the_plans_of_single_checks(count: int) -> None:
 
 def _drawn_alike(drawn: Drawn) -> None:
     plan = schedule_of(drawn).plan()
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         _same(plan, schedule_of(drawn).plan())
     for place, row in enumerate(plan.actions):
         before = replace(plan, actions=plan.actions[:place])
@@ -205,7 +205,7 @@ def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
         assert [one.get(k, -2) for k in "ab"] == one.get_many("ab", -2)  # for another value
         assert one.added_items == {k: v for k, v in items.items() if k != "a"}
         sent = pickle.loads(pickle.dumps(one))
-        assert sent == items and sent.many("ab", -1) == one.get_many("ab", -1)
+        assert sent == items and sent.get_many("ab", -1) == one.get_many("ab", -1)
 
 
 def test_values_spread_over_modules_are_those_at_each() -> None:

@@ -91,7 +91,7 @@ def test_what_crosses() -> None:
     leaves = {(name[u], k): leaf for (u, k), leaf in graph.leaves.items()}
     assert leaves[("blocks.1", 1)].dtype == "bool" and not leaves[("blocks.1", 1)].differentiable
     assert leaves[("blocks.0", 0)].mutated and not leaves[("embed", 0)].mutated
-    assert graph.glue == ("gain",)
+    assert graph.glue_parameters == ("gain",)
     made = split_graph(graph, [0, 0, 0, 1, 1, 1, 2])
     assert made.shared == {"gain": (0, 1, 2)}
     assert split_graph(graph_of(models.gpt2(2), models.tokens(2)), [0, 0, 0, 1, 1, 1]).shared == {

@@ -414,8 +414,8 @@ def _read(
         return run_on_all_ranks(step, partial(_unread, folder, target), (Exception,))
 
     before, index, contents = reading(lambda: _read_contents(target, id_))
-    first = comm.broadcast_object(0, index.mark)
-    reading(lambda: _check_unchanged(target, before, index.mark == first))
+    first = comm.broadcast_object(0, index.fingerprint)
+    reading(lambda: _check_unchanged(target, before, index.fingerprint == first))
     optim = SavedOptimizer(**contents["optimizer"])
     _check_fit(program, contents, optim)
     model, moments, sums = reading(lambda: _allocate(program, contents, optim, fresh))

@@ -458,7 +458,7 @@ def run_in_own_world(cls: type[T]) -> type[T]:
 def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part = self.assembly.ranks.world.part
+        part = self.assembly.ranks.world.ranks_in_job
         if not part:
             return method(self, *args, **kwargs)
         with comm.enter_ranks(part):

@@ -556,15 +556,15 @@ class RingAttention(torch.autograd.Function):
             # needed if forward used flash attention, so that backward rounds scores equally
             plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
-            keys, mine = call.keys(k, v, tags)
-            gather, scatter = (None, None) if team is None else (team.together, team.apart)
+            keys, mine = call.first_packet(k, v, tags)
+            gather, scatter = (None, None) if team is None else (team.all_gather, team.reduce_scatter)
             tensors = q, lse, grad, inner, rows, plain
             all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
             state = BlockwiseBackward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
             def contribute(place: int, packet: Packet) -> Packet:
-                return Packet.pack(state.add(*call.met(place, packet, tags)), (2, 2))
+                return Packet.pack(state.add(*call.unpack_packet(place, packet, tags)), (2, 2))
 
             home = call.rounds.backward(keys, contribute)
             dk, dv = (home if scatter is None else scatter(home)).tensors

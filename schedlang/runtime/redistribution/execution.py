@@ -260,8 +260,8 @@ def _build_streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapp
 
     def stretch(row: int) -> _Stretch:
         kind = route.kinds[route.kind[row]]
-        a = int(kind.source.of[route.sender[row]])
-        b = int(kind.target.of[route.receiver[row]])
+        a = int(kind.source.part_of_rank[route.sender[row]])
+        b = int(kind.target.part_of_rank[route.receiver[row]])
         key = int(route.kind[row]), a, b
         if key not in known:
             known[key] = tuple(overlaps(kind.source.parts[a], kind.target.parts[b]))

@@ -146,13 +146,13 @@ class GridProduct(GridFunction):
         needed = needed_gradients(ctx, 2)
         by_x = torch.empty_like(flat) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
-        for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
+        for mine, theirs in grid.list_panels(weight.shape[inner] * grid.down.size):
             if by_x is not None:
-                panel = transpose_to_inner(theirs.sent(weight, inner), inner)
-                mine.summed(grad @ panel.t(), by_x, 1)
+                panel = transpose_to_inner(theirs.broadcast_from(weight, inner), inner)
+                mine.reduce_into(grad @ panel.t(), by_x, 1)
             if by_weight is not None:
-                term = mine.sent(flat, 1).t() @ grad
-                theirs.summed(transpose_to_inner(term, inner), by_weight, inner)
+                term = mine.broadcast_from(flat, 1).t() @ grad
+                theirs.reduce_into(transpose_to_inner(term, inner), by_weight, inner)
         return by_x.view(x.shape) if by_x is not None else None, by_weight, None, None
 
 
@@ -190,11 +190,11 @@ class GridLookup(GridFunction):
         (local, mine), grid, (words, width) = ctx.saved_tensors, ctx.grid, ctx.shape
         grad = grads[0]
         by_weight = grad.new_empty(words, width)
-        for to, source in grid.cuts(width * grid.down.size):
-            panel = to.sent(grad, grad.ndim - 1) * mine[..., None]
+        for to, source in grid.list_panels(width * grid.down.size):
+            panel = to.broadcast_from(grad, grad.ndim - 1) * mine[..., None]
             term = grad.new_zeros(words, panel.shape[-1])
             term.index_add_(0, local.reshape(-1), panel.reshape(-1, panel.shape[-1]))
-            source.summed(term, by_weight, 1)
+            source.reduce_into(term, by_weight, 1)
         return None, by_weight, None, None
 
 

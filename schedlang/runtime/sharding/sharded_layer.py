@@ -85,8 +85,8 @@ def build_forwards(model: nn.Module) -> None:
     for module in model.modules():
         sharded = layer_of(module, "sharded")
         if sharded is not None:
-            sharded.inner = forward_below(module, "sharded")
-            sharded.run = forward_of(sharded, sharded.inner)
+            sharded.wrapped = forward_below(module, "sharded")
+            sharded.run = forward_of(sharded, sharded.wrapped)
 
 
 def mark_coded(model: nn.Module) -> None:
@@ -94,7 +94,7 @@ def mark_coded(model: nn.Module) -> None:
     for module in model.modules():
         sharded = layer_of(module, "sharded")
         if sharded is not None:
-            sharded.coded = True
+            sharded.in_coded_module = True
 
 
 FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
