@@ -1,9 +1,9 @@
-"""Locks: what a schedule makes of a model, as the text of a file, and how two of them differ.
+"""Locks: what a schedule makes of a model, as a text file, and the difference of two locks.
 
 * Names with ranges: `h.0..3.mlp`, and back.
-* What a lock file holds: the structure of a model, and what its schedule makes of it, as names.
-* A lock as the text of its file, and back: TOML, one fact a line, sorted, equal on any machine.
-* How two locks differ, name by name, in lines that a reviewer can read.
+* Contents: the structure of a model, and what its schedule makes of each name.
+* The file: TOML, one fact for each line, sorted, equal on any machine.
+* Differences, name by name, in lines that a reviewer can read.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.account import Account
 
 
-_MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
+_MOST, _DIGITS = 1_000_000, 19  # names of one range; digits of a number
 WHOLE = "."  # the model itself, whose own name is empty
 Numbers = tuple[int, ...]
 Range = tuple[int, int]
 
 
 def gathered(names: Iterable[str]) -> list[str]:
-    """The fewest names with ranges (`0..3`, both included) that stand for exactly these, sorted."""
+    """Return the fewest names with ranges (`0..3`, both included) for these names, sorted."""
     alike: dict[str, set[Numbers]] = {}
     every = set(names)
     whole = sorted(every & {WHOLE})
     for name in every - {WHOLE}:
-        numbers = tuple(int(part) for part in name.split(".") if _counts(part))
-        alike.setdefault(_shape(name), set()).add(numbers)
-    found = [(shape, box) for shape, held in alike.items() for box in _boxes(held)]
-    return whole + [_written(shape, box) for shape, box in sorted(found)]
+        numbers = tuple(int(part) for part in name.split(".") if _is_number(part))
+        alike.setdefault(_number_free(name), set()).add(numbers)
+    found = [(shape, box) for shape, held in alike.items() for box in _range_products(held)]
+    return whole + [_format_name(shape, box) for shape, box in sorted(found)]
 
 
 def spread(name: str) -> Iterator[str]:
-    """The names that a name with ranges stands for, in order; ValueError for absurdly many."""
+    """Return the names that a name with ranges stands for, in order; ValueError if far too many."""
     if name == WHOLE:
         return iter([name])
     choices: list[list[str]] = []
@@ -56,7 +56,7 @@ def spread(name: str) -> Iterator[str]:
     while parts:
         part = parts.pop(0)
         # no module is called "", so an empty part is the middle of a range
-        if len(parts) > 1 and parts[0] == "" and _counts(part) and _counts(parts[1]):
+        if len(parts) > 1 and parts[0] == "" and _is_number(part) and _is_number(parts[1]):
             many *= max(1, int(parts[1]) - int(part) + 1)
             if many > _MOST:
                 raise ValueError(f"stands for more than {_MOST} names")
@@ -67,19 +67,19 @@ def spread(name: str) -> Iterator[str]:
     return (".".join(chosen) for chosen in itertools.product(*choices))
 
 
-def _counts(part: str) -> bool:
-    """Tell whether this part of a name is a number without leading zeros."""
+def _is_number(part: str) -> bool:
+    """Return whether a part of a name is a number without leading zeros."""
     few = len(part) < _DIGITS and part.isascii() and part.isdigit()
     return few and str(int(part)) == part
 
 
-def _shape(name: str) -> str:
-    """The name with every such number left out: names of modules have no empty part."""
-    return ".".join("" if _counts(part) else part for part in name.split("."))
+def _number_free(name: str) -> str:
+    """Return the name with all such numbers removed; names of modules have no empty part."""
+    return ".".join("" if _is_number(part) else part for part in name.split("."))
 
 
-def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
-    """A set of tuples of numbers as products of ranges."""
+def _range_products(every: set[Numbers]) -> list[tuple[Range, ...]]:
+    """Return a set of tuples of numbers as products of ranges."""
     if every == {()}:
         return [()]
     rests: dict[int, frozenset[Numbers]] = {}
@@ -91,10 +91,10 @@ def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
             runs[-1] = (runs[-1][0], first, rest)
         else:
             runs.append((first, first, rest))
-    return [((low, high), *box) for low, high, rest in runs for box in _boxes(set(rest))]
+    return [((low, high), *box) for low, high, rest in runs for box in _range_products(set(rest))]
 
 
-def _written(shape: str, box: tuple[Range, ...]) -> str:
+def _format_name(shape: str, box: tuple[Range, ...]) -> str:
     ranges = iter(box)
     parts = []
     for part in shape.split("."):
@@ -107,7 +107,7 @@ def _written(shape: str, box: tuple[Range, ...]) -> str:
 
 
 Section = Mapping[str, tuple[str, ...]]
-SECTIONS = {  # in the order of the file; what the names of each are
+SECTIONS = {  # in the order of the file; comments of the sections
     "schedule": "decisions, mesh and order",
     "modules": "classes, and what they say of themselves",
     "parameters": "dtype and shape",
@@ -125,11 +125,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class Lock:
-    """A model and its schedule as they were found.
+    """A model and its schedule at one time.
 
-    sections  section -> full name -> what is said of it; names of modules without ranges
-    settings  the settings it was made with: ("--mesh", "dp=2"), ("--knob", "micro=4")
-    made      versions of packages; information, not part of any comparison
+    sections  section -> full name -> facts; names of modules have no ranges
+    settings  the settings of the lock: ("--mesh", "dp=2"), ("--knob", "micro=4")
+    made      versions of packages; not compared
     """
 
     sections: Mapping[str, Section]
@@ -148,7 +148,7 @@ class Lock:
 
 
 def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = ()) -> Lock:
-    """The lock of a plan and what it costs; the model may lie on the meta device."""
+    """Make the lock of a plan and its costs; the model may be on the meta device."""
     model = plan.model.model
     sections = {
         "schedule": _schedule(plan),
@@ -168,7 +168,7 @@ def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = (
 
 
 def installed_versions(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Versions of this package and of those that the model's modules come from."""
+    """Return versions of this package and of the packages of the model's modules."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"schedlang": __version__}
@@ -196,7 +196,7 @@ def _schedule(plan: Plan) -> Section:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain names of classes: where a library keeps a class is not structure."""
+    """Yield plain names of classes: the module path of a class is not structure."""
     for name, module in model.named_modules(remove_duplicate=False):
         said = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
         yield name or WHOLE, (f"{type(module).__qualname__}({said})",)
@@ -277,7 +277,7 @@ HEAD = """\
 
 
 def to_text(lock: Lock) -> str:
-    """The text of the file; equal locks have equal texts."""
+    """Return the text of a lock file; equal locks have equal texts."""
     lines = [HEAD, f"lock = {VERSION}", f"structure = {_quoted(lock.structure)}"]
     lines += ["", "[made]  # not compared", *(f"{n} = {_quoted(v)}" for n, v in lock.made)]
     if lock.settings:
@@ -290,12 +290,12 @@ def to_text(lock: Lock) -> str:
 
 
 def _section_lines(section: Section) -> Iterator[str]:
-    """The lines of a section, names of equal entries gathered."""
+    """Yield the lines of a section; names of equal entries are joined."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, said in section.items():
         alike.setdefault(said, []).append(name)
     lines = [(name, said) for said, names in alike.items() for name in gathered(names)]
-    for name, said in sorted(lines, key=lambda line: _in_order(line[0])):
+    for name, said in sorted(lines, key=lambda line: _sort_key(line[0])):
         if len(said) == 1:
             yield f"{_quoted(name)} = {_quoted(said[0])}"
         else:
@@ -304,22 +304,22 @@ def _section_lines(section: Section) -> Iterator[str]:
             yield "]"
 
 
-def _in_order(name: str) -> list[tuple[int, int, str]]:
-    """Numbers by size: h.2 stands before h.10."""
+def _sort_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key with numbers by size: h.2 before h.10."""
     parts = name.split(".")
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts]
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, which is one of JSON but for DEL."""
+    """Quote a string for TOML, as JSON does except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_lock(text: str, name: str) -> Lock:
-    """The lock that a file holds; Refusal S721 if it is none, or was edited."""
+    """Read a lock file; raises Refusal S721 if it is invalid or was edited."""
     try:
         found = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers without end, tables in tables
+    except (ValueError, RecursionError) as error:  # also for endless numbers and deep nesting
         _refuse(name, f"it is not TOML: {error}")
     if found.get("lock") != VERSION:
         _refuse(name, f"it is not of version {VERSION}")
@@ -362,9 +362,9 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Change:
-    """One fact that is not what it was, for all names of which the same is to be said.
+    """One changed fact, and all names for which it changed.
 
-    sign   `+` new, `-` gone, `~` changed
+    `sign` is `+` for new, `-` for removed, `~` for changed.
     """
 
     sign: str
@@ -377,7 +377,7 @@ class Change:
         """Yield the change as text, one line for each group of names."""
         gone = [text for text in self.old if text not in self.new]
         come = [text for text in self.new if text not in self.old]
-        if sorted(self.old) == sorted(self.new):  # the same in another order, or another count
+        if sorted(self.old) == sorted(self.new):  # another order, or another count
             gone, come = list(self.old), list(self.new)
         said = " -> ".join(", ".join(texts) for texts in (gone, come) if texts)
         if not gone or not come:
@@ -398,15 +398,17 @@ class Change:
 
 
 def changes(old: Lock, new: Lock) -> list[Change]:
-    """List what is not the same, empty if the locks agree; versions of packages are left out."""
+    """List the differences of two locks, without versions of packages."""
     found: list[Change] = []
     for section in SECTIONS:
-        found += _section(section, old.sections.get(section, {}), new.sections.get(section, {}))
+        found += _section_changes(
+            section, old.sections.get(section, {}), new.sections.get(section, {})
+        )
     return found
 
 
 def versions(old: Lock, new: Lock) -> list[str]:
-    """The packages whose versions differ, in words."""
+    """Describe the packages whose versions differ."""
     was, now = dict(old.made), dict(new.made)
     return [
         f"{name} {was.get(name, 'none')} -> {now.get(name, 'none')}"
@@ -415,7 +417,7 @@ def versions(old: Lock, new: Lock) -> list[str]:
     ]
 
 
-def _section(section: str, old: Section, new: Section) -> Iterator[Change]:
+def _section_changes(section: str, old: Section, new: Section) -> Iterator[Change]:
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         pair = old.get(name, ()), new.get(name, ())

@@ -1,4 +1,4 @@
-"""Prove that a plan computes what the model computes: run the ranks, run the original, compare."""
+"""Prove that a plan computes what its model computes: run ranks, run the original, compare."""
 
 from __future__ import annotations
 
@@ -83,10 +83,11 @@ from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
-# in float64, in the working dtype, saved; what kernels left to the model; the baseline's first step
+# observations in float64 and in the working dtype, saved state, calls that kernels declined, and
+# the baseline's first step
 _Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...], Observation]
-_SAVED = "saved"  # said by a rank
-_BASELINE = "_schedlang_baseline"  # a mark on what ranks refuse of the plan without its exact rows
+_SAVED = "saved"  # message of a rank: its state is saved
+_BASELINE = "_schedlang_baseline"  # attribute that marks a refusal of the baseline
 
 
 def prove(
@@ -97,51 +98,50 @@ def prove(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a plan with its original in float64; on failure name the rows to blame.
+    """Compare a plan with its original in float64; if they differ, name the rows to blame.
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
     check_world(case.plan)
     with kept_outside(case.plan.model.model, case.loss), threads_of_ranks(case.plan.mesh.world):
-        return _proven(case, pool, title, command, progress)
+        return _prove(case, pool, title, command, progress)
 
 
-def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
+def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     pool = pool or shared()
     wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))
-    case = prepared(_lengthened(case, wanted.steps))
-    given, working, case = case, as_worked(case), widened(case)
+    case = prepared(_repeat_batches(case, wanted.steps))
+    own_case, working, case = case, as_worked(case), widened(case)
     check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
-    told = ran.told
-    beside = _Beside(given, case, working, told)
+    conditions = ran.conditions
+    original_run = _OriginalRun(own_case, case, working, conditions)
+    without, meanwhile = _make_baseline(own_case, case), original_run.begin
     try:
-        seen, plain = _with_baseline(
-            case, working, told, pool, _baseline(given, case), progress, beside.begin
-        )
+        seen, plain = _with_baseline(case, working, conditions, pool, without, progress, meanwhile)
     except Refusal as refusal:
-        if refusal is beside.refused:
+        if refusal is original_run.refused:
             raise
         progress("the row to blame")
-        raise placed(refusal, case, told, pool) from refusal.__cause__
-    (expected, drawn), actual = beside.seen, seen[0]
-    rows = _compared(case, working, told, expected, seen, pool, beside.plain)
+        raise placed(refusal, case, conditions, pool) from refusal.__cause__
+    (expected, drawn), actual = original_run.seen, seen[0]
+    rows = _compare(case, working, conditions, expected, seen, pool, original_run.plain)
     rows, unsure = undecided(rows)
-    bits, unchecked = _baseline_rows(case, plain, seen[4], _named(actual, expected))
-    extra, more = _in_working_dtype(working, told, wanted, pool)
+    bits, unchecked = _baseline_rows(case, plain, seen[4], _add_order(actual, expected))
+    extra, more = _check_working_dtype(working, conditions, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title,
-        facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows), *_magnified(rows)),
+        facts=(*_facts(case, ran), *_kernel_facts(fewer, seen[3]), *_rounding_facts(rows)),
         command=command,
-        equivalence=_class(case),
+        equivalence=_equivalence_class(case),
         unchecked=(*unsure, *unchecked, *more),
         gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
         bounds=held,
@@ -151,22 +151,22 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
         failure = Failure(
             case,
             working,
-            told,
+            conditions,
             expected,
             actual,
-            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool), pool),
+            lambda c, w, t, right: _compare(c, w, t, right, _run_ranks(c, w, t, pool), pool),
         )
-        report = _blamed(report, failure, pool)
+        report = _add_blame(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
-    """Find the row to blame; a search that fails or takes too long ends no verdict."""
+def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
+    """Find the rows to blame; a search that fails or takes too long does not change the verdict."""
     try:
         return suspected(report, failure, pool)
     except Refusal:
         raise
-    except (Hang, TimeIsUp):  # that it differs is known
+    except (Hang, TimeIsUp):  # the difference itself is known
         if (limit := current()) is None or limit.left > 0:
             raise
         let_go()
@@ -176,15 +176,15 @@ def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
     return replace(report, unchecked=(*report.unchecked, f"the row to blame: {why}"))
 
 
-def _lengthened(case: Case, steps: int) -> Case:
-    """The case with at least so many batches, the given ones again where they are too few."""
-    given = case.batches
-    more = max(0, steps - len(given)) if steps > STEPS else 0
-    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
+def _repeat_batches(case: Case, steps: int) -> Case:
+    """Return the case with at least `steps` batches; the given batches are repeated."""
+    own_case = case.batches
+    more = max(0, steps - len(own_case)) if steps > STEPS else 0
+    return replace(case, batches=(*own_case, *(own_case[k % len(own_case)] for k in range(more))))
 
 
-def _class(case: Case) -> str:
-    """The equivalence class of a schedule, in a word."""
+def _equivalence_class(case: Case) -> str:
+    """Return the equivalence class of a schedule."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
     names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
     names += ["dtype"] * ("dtype" in case.plan.gives_up)
@@ -194,24 +194,24 @@ def _class(case: Case) -> str:
     return "algebraic" if given_up(case.plan) else "exact"
 
 
-def _in_working_dtype(
-    working: Case | None, told: Sequence[Condition], wanted: Asked, pool: Pool
+def _check_working_dtype(
+    working: Case | None, conditions: Sequence[Condition], wanted: Asked, pool: Pool
 ) -> tuple[list[Row], list[str]]:
-    """Kernels by themselves and loss curves; and what of it could not be run."""
+    """Return rows of kernel trials and loss curves, and what of them could not be run."""
     if working is None:
         lost = ["the `rtol` of `verify`"] if wanted.rtol else []
         lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
         return [], [f"{what}: nothing was run in a working dtype" for what in lost]
-    rows, untried = trials(working, told)
+    rows, untried = trials(working, conditions)
     return [*rows, *curve_rows(working, wanted.curves, pool)], untried
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
-    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row (S702)."""
+    """Refuse (S702) more ranks than a laptop runs; suggest a mesh that keeps every row."""
     if plan.mesh.world <= MOST_RANKS:
         return
     sizes = dict(plan.mesh.axes)
-    for axis in sizes:  # two ranks along an axis show what more of them would
+    for axis in sizes:  # two ranks along an axis show the same as more
         sizes[axis] = min(sizes[axis], 2)
     for axis in list(sizes):
         if math.prod(sizes.values()) > MOST_RANKS:
@@ -228,148 +228,153 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-class _Beside:
-    """The original observed once, while the ranks run; refused where its numbers say nothing.
+class _OriginalRun:
+    """The original, observed once while the ranks run; refused if its numbers say nothing.
 
-    `given` has the model's own parameters, `case` those of the proof.
+    `own_case` has the model's own parameters, `case` those of the proof.
     """
 
     refused: Refusal | None = None
     plain: Observation | None = None  # in the working dtype
 
     def __init__(
-        self, given: Case, case: Case, working: Case | None, told: Sequence[Condition]
+        self, own_case: Case, case: Case, working: Case | None, conditions: Sequence[Condition]
     ) -> None:
-        self.given, self.case, self.working, self.told = given, case, working, told
+        self.own_case, self.case, self.working, self.conditions = (
+            own_case,
+            case,
+            working,
+            conditions,
+        )
 
     def begin(self) -> None:
-        """Do all of it; what the model raises in the working dtype alone its ranks say."""
+        """Observe the original; ranks report errors of the model in the working dtype."""
         try:
-            check_own_parts(self.given)
+            check_own_parts(self.own_case)
         except Refusal as refusal:
             self.refused = refusal
             raise
         expected, _ = self.seen
         if self.working is not None:
             with suppress(Exception):
-                self.plain = as_it_stands(self.working, self.told, expected)
+                self.plain = as_it_stands(self.working, self.conditions, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
-        """The observation of the original, and how many masks it drew."""
+        """The observation of the original, and the number of masks drawn."""
         try:
-            expected, drawn = original(self.case, self.told)
-            check_original(self.case, self.told, expected)
+            expected, drawn = original(self.case, self.conditions)
+            check_original(self.case, self.conditions, expected)
         except Refusal as refusal:
             self.refused = refusal
             raise
         return expected, drawn
 
 
-def _ranks(
+def _run_ranks(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     pool: Pool,
     progress: Progress | None = None,
     plain: Case | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> _Ran:
-    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded.
+    """Run the ranks; return their observations (float64, working dtype) and the loaded state.
 
-    `plain` is the case without its exact rows, of which a step is run in the end; `meanwhile` as of
-    `Pool.run`.
+    `plain` is the case without its exact rows; one step of it runs at the end. `meanwhile` is
+    called while the ranks run, as in `Pool.run`.
     """
     world = case.plan.mesh.world
-    steps = sum(len(condition.batches) for condition in told)
+    steps = sum(len(condition.batches) for condition in conditions)
     steps += 0 if working is None else len(working.batches)
     done, archive = itertools.count(1), list[dict[str, Any]]()
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
-            with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
-                archive.append(loaded(case, told, folder))
-        elif rank == 0 and progress is not None:  # the first rank speaks for all
+            with suppress(Exception):  # ranks load the state too, and report its errors first
+                archive.append(loaded(case, conditions, folder))
+        elif rank == 0 and progress is not None:  # progress of the first rank only
             progress(stage, min(next(done), steps), steps)
 
     stage = f"{world} rank{'s' * (world > 1)}"
     if progress is not None:
         progress(stage, 0, steps)
     with temporary() as folder:
-        sent = with_outputs(case, working, told)
-        step = None if plain is None else _first_step(plain, told)
-        given = (*sent, folder, step)
-        every = pool.run(_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
+        sent = with_outputs(case, working, conditions)
+        step = None if plain is None else _first_step(plain, conditions)
+        own_case = (*sent, folder, step)
+        every = pool.run(_run_rank, world, *own_case, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
-        outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
+        outputs = NO_OUTPUTS if case.parted else again  # each replica has its own statistics
         left = merged(one for ran in every for one in ran[3])
-        state = archive[0] if archive else loaded(case, told, folder)
+        state = archive[0] if archive else loaded(case, conditions, folder)
         return seen, worked, state | {"outputs": outputs}, left, without
 
 
-def _compared(
+def _compare(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     expected: Observation,
     ran: _Ran,
     pool: Pool,
     plain: Observation | None = None,
 ) -> list[Row]:
-    """The rows of one run of the ranks; `plain` as of `Rounded`."""
+    """Return the rows of one run of the ranks; `plain` as in `Rounded`."""
     actual, worked, archive, *_ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     if not exact and any(not row.ok for row in rows):
-        rows = magnified(case, told, expected).widen(rows, actual)
-    rows += archive_rows(told[saved(told)].name, archive, actual)
+        rows = magnified(case, conditions, expected).widen(rows, actual)
+    rows += archive_rows(conditions[saved(conditions)].name, archive, actual)
     if working is None:
         return rows
     wrong, world = any(not row.ok for row in rows), case.plan.mesh.world
 
     def again(other: Case) -> Observation:
-        found: Observation = pool.run(rounded, world, other, tuple(told), [])[0]
+        found: Observation = pool.run(rounded, world, other, tuple(conditions), [])[0]
         return found
 
-    against = Rounded(case, working, told, expected, worked, again, plain)
+    against = Rounded(case, working, conditions, expected, worked, again, plain)
     return rows + against.rows(wrong=wrong)
 
 
-def _named(actual: Observation, expected: Observation) -> Observation:
-    """Add what the original alone knows: the order of its gradients, and names of one weight."""
+def _add_order(actual: Observation, expected: Observation) -> Observation:
+    """Add facts that only the original has: the order of its gradients, and tied names."""
     return replace(actual, order=expected.order, ties=expected.ties)
 
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The case without its exact rows; in words what was taken away, or why it is not run."""
+    """The case without its exact rows, and what was removed, or why it does not run."""
 
     case: Case | None = None
     words: str = ""
     refused: str = ""
 
 
-def _baseline(given: Case, case: Case) -> _Baseline:
-    """The case without its exact rows; nothing where there are none, or all of it is exact.
+def _make_baseline(own_case: Case, case: Case) -> _Baseline:
+    """Return the case without its exact rows; empty if there are none, or if all of it is exact.
 
-    It is traced on the model as `given`, of which something is known already.
+    The plan is traced on the model of `own_case`, because some facts of that model are known.
     """
-    assert given.prepared is not None
-    found = baseline(given.plan, given.prepared.staged.timeline.replicas)
+    assert own_case.prepared is not None
+    found = baseline(own_case.plan, own_case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
-        return _Baseline()  # no such rows, or the original itself is compared bit by bit
+        return _Baseline()  # no exact rows, or the original itself is compared bitwise
     plan, words = found
     try:
-        traced = prepared(replace(given, plan=plan))
+        traced = prepared(replace(own_case, plan=plan))
         plan = replace(traced.plan, model=case.plan.model)
         return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
     except Refusal as refusal:
         return _Baseline(None, words, refusal.diagnostics[0].title)
 
 
-def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
-    """The baseline, and the condition under which its first step is compared."""
-    first = replace(told[0], batches=told[0].batches[:1], final=False)
+def _first_step(plain: Case, conditions: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
+    """Return the baseline, and the condition of its first step."""
+    first = replace(conditions[0], batches=conditions[0].batches[:1], final=False)
     case, _, only = with_outputs(plain, None, [first])
     return case, only
 
@@ -377,62 +382,65 @@ def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[
 def _with_baseline(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     pool: Pool,
     plain: _Baseline,
     progress: Progress,
     meanwhile: Callable[[], object],
 ) -> tuple[_Ran, _Baseline]:
-    """Run the ranks; once more without the baseline where it is this that they refuse."""
+    """Run the ranks; if they refuse the baseline, run them again without it."""
     try:
-        return _ranks(case, working, told, pool, progress, plain.case, meanwhile), plain
+        return _run_ranks(case, working, conditions, pool, progress, plain.case, meanwhile), plain
     except Refusal as refusal:
         if not getattr(refusal, _BASELINE, False):
             raise
         refused = replace(plain, case=None, refused=refusal.diagnostics[0].title)
-        return _ranks(case, working, told, pool, progress), refused
+        return _run_ranks(case, working, conditions, pool, progress), refused
 
 
 def _baseline_rows(
     case: Case, plain: _Baseline, without: Observation, actual: Observation
 ) -> tuple[list[Row], list[str]]:
-    """The first step against that of the plan without its exact rows; or why it was not run."""
+    """Compare the first step with the baseline's; or return why the baseline did not run."""
     if plain.case is None:
         return [], [f"bits {plain.words}: {plain.refused}"] if plain.words else []
     assert case.prepared is not None
     return list(exact_rows(without, actual, plain.words, case.prepared.traced.partial)), []
 
 
-def _rank(
+def _run_rank(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     folder: str,
     plain: tuple[Case, Sequence[Condition]] | None = None,
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
-    """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
+    """Run one rank's part of the proof.
+
+    Only rank 0 returns observations; each rank returns the calls that its kernels declined.
+    """
     made: list[Program] = []
     with kept_outside(case.plan.model.model, case.loss), ambient(Float64()):
-        seen = observed(case, told, made)
-        made[saved(told)].save(f"{folder}/state")
+        seen = observed(case, conditions, made)
+        made[saved(conditions)].save(f"{folder}/state")
         tell(_SAVED)
-        again = reloaded(made, case, told, folder)
+        again = reloaded(made, case, conditions, folder)
         again = again if job.rank() == 0 else NO_OUTPUTS
         drawn = native_draws(made[0], case.batches[0])
         if drawn is not None and seen.tensors:
-            seen.streams[Key(told[0].name, NATIVE, 0, "")] = drawn
+            seen.streams[Key(conditions[0].name, NATIVE, 0, "")] = drawn
 
     def left() -> tuple[Left, ...]:
         return merged(one for program in made for one in left_in(program.assembly.module))
 
-    worked = Observation() if working is None else rounded(working, told, made)
+    worked = Observation() if working is None else rounded(working, conditions, made)
     found = left()
     made.clear()
-    return seen, worked, again, found, _without(plain)
+    return seen, worked, again, found, _run_baseline(plain)
 
 
-def _without(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
-    """The first step without exact rows; what is refused of it is no fault of the case."""
+def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
+    """Observe the baseline's first step; mark a refusal, so that the case is not refused for it."""
     if plain is None:
         return Observation()
     try:
@@ -442,7 +450,7 @@ def _without(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
         raise
 
 
-# -- what is said about it ---------------------------------------------------------------------
+# -- facts and gaps of the report ---------------------------------------------------------------
 
 
 def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
@@ -457,23 +465,24 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
-    """Say what fused rows gain, and which calls kernels left to the model."""
+def _kernel_facts(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+    """Yield what fused rows gain, and calls that kernels declined."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
 
 
-def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say which numbers fall to either side, which choices, and what scale a loss has."""
+def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield facts of codes and choices as ranks had them, a lower loss scale, and wider gates."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
+    yield from _conditioning_facts(rows)
 
 
-def _magnified(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say how far the widest gate in float64 is, where the original magnifies roundings."""
+def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield the widest float64 gate, if the original magnifies roundings."""
     found = [row for row in rows if row.note == MAGNIFIED]
     if found:
         widest = max(found, key=lambda row: row.gate)

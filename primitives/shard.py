@@ -140,6 +140,13 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}` changes its weight during lookup (`max_norm`)",
                 helps=("keep it replicated", "or build it without `max_norm`"),
             )
+        stays_split = self.style == "vocab" and self.output is None and self._dim(site) == "out"
+        if stays_split and (module._backward_hooks or module._backward_pre_hooks):
+            refuse(
+                "S404",
+                f"`{site}` has a hook on gradients, and split logits never have any",
+                helps=("`shard(col, output=R)` gathers them", "or remove the hook"),
+            )
         if named and (kind is None or kind in TABLED):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):

@@ -60,7 +60,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name from the module that defines it; `import schedlang` alone costs nothing."""
+    """Return a public name from the module that defines it; `import schedlang` alone is cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module `schedlang` has no `{name}`")
     value = getattr(importlib.import_module(f"schedlang.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Callbacks of `Trainer`: what a run's figures are, and where they are shown.
+"""Callbacks of `Trainer`: the figures of a run, and where they are shown.
 
 Each is a plain object with some of the methods that `trainer` names; write others like them.
 """
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Meter:
-    """Figures of a run, since the last time that it was asked for them.
+    """Figures of a run since the last query.
 
     tokens   elements of `input_ids` in the batches so far, else rows; of all ranks
-    since    when it was asked last: seconds, step, tokens
+    since    of the last query: seconds, step, tokens
     """
 
     tokens: int = 0
     since: tuple[float, int, int] = (0.0, 0, 0)
 
     def begin(self, step: int) -> None:
-        """Count from here."""
+        """Start counting at this step."""
         self.since = time.perf_counter(), step, self.tokens
 
     def add(self, batch: Batch, times: int) -> None:
-        """Count a batch of one rank, of so many ranks with as many rows."""
+        """Count a batch of one rank; `times` ranks have equally many rows."""
         ids = batch.get("input_ids")
         if ids is not None:
             self.tokens += ids.numel() * times
@@ -42,11 +42,11 @@ class Meter:
         self.tokens += len(next(sized, ())) * times
 
     def figures(self, trainer: Trainer, loss: float) -> Figures:
-        """Return loss, norm and learning rate of the last step, and means of those since.
+        """Return loss, norm and learning rate of the last step, and means since the last query.
 
-        `utilisation` is 6 operations per parameter and token (Chowdhery et al. 2022, without those
-        of attention) of what the devices can do in 16 bits, where that is known of them; `memory`
-        the most bytes that this rank's device held, where it counts them.
+        `utilisation`: 6 operations per parameter and token (Chowdhery et al. 2022, without
+        attention) relative to the devices' 16-bit peak, where it is known; `memory`: the peak bytes
+        of this rank's device, where the device counts them.
         """
         from schedlang.runtime.device import peak_bytes
 
@@ -61,7 +61,7 @@ class Meter:
             found["learning rate"] = float(now if trainer.rate is None else trainer.rate)
         found["seconds a step"] = seconds / max(1, program.step - before)
         found["tokens per second"] = rate = (self.tokens - tokens) / seconds
-        if (peak := _peak(trainer)) is not None:
+        if (peak := _peak_flops(trainer)) is not None:
             count = sum(parameter.numel() for parameter in trainer.model.parameters())
             found["utilisation"] = 6 * count * rate / peak
         if (held := peak_bytes(program.assembly.ranks.device)) is not None:
@@ -69,8 +69,8 @@ class Meter:
         return found
 
 
-def _peak(trainer: Trainer) -> float | None:
-    """Operations a second that the devices of all ranks can do; None: not known of them."""
+def _peak_flops(trainer: Trainer) -> float | None:
+    """Return the operations per second of the devices of all ranks; None: unknown."""
     import torch
 
     from schedlang.passes.simulate.machine import CLUSTERS
@@ -89,13 +89,13 @@ def _peak(trainer: Trainer) -> float | None:
 
 
 def first(trainer: Trainer) -> bool:
-    """Return whether this is the first rank, the one that speaks for all."""
+    """Return whether this is the first rank, which prints for all."""
     return trainer.program.assembly.ranks.rank == 0
 
 
 @dataclass
 class Console:
-    """A line for each look at the run, and on a terminal a bar of its progress; the first rank."""
+    """Prints a line at each log, and on a terminal a progress bar; on the first rank only."""
 
     _bar: Any = field(default=None, init=False)
     _task: Any = field(default=None, init=False)
@@ -135,24 +135,24 @@ _FORMS = {
 
 
 def line(figures: Figures) -> str:
-    """Figures as a line: step 10  loss 3.1416  gradient norm 1.2  ..."""
-    told = dict(figures)
-    if "memory" in told:
-        told["memory"] /= 2**30
+    """Format figures as a line: step 10  loss 3.1416  gradient norm 1.2  ..."""
+    values = dict(figures)
+    if "memory" in values:
+        values["memory"] /= 2**30
     form = {**_FORMS, "memory": "{:.1f} GiB"}
-    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(told[name])}" for name in told)
+    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(values[name])}" for name in values)
 
 
 @dataclass
 class TensorBoard:
-    """Writes figures for TensorBoard into a folder; the first rank.  Needs `tensorboard`."""
+    """Writes figures for TensorBoard into a folder; on the first rank only. Needs `tensorboard`."""
 
     folder: str | os.PathLike[str]
     _writer: Any = field(default=None, init=False)
 
     def on_begin(self, trainer: Trainer) -> None:
-        """Open the folder.  Raises Refusal S691 where TensorBoard is not installed."""
-        module = _installed("torch.utils.tensorboard", "tensorboard")
+        """Open the folder. Raises Refusal S691 if TensorBoard is not installed."""
+        module = _import_optional("torch.utils.tensorboard", "tensorboard")
         if first(trainer):
             self._writer = module.SummaryWriter(str(self.folder))
 
@@ -172,15 +172,15 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends figures to Weights & Biases; the first rank.  Needs `wandb`; takes what its `init`
-    takes."""
+    """Sends figures to Weights & Biases; on the first rank only. Needs `wandb`; `options` go to its
+    `init`."""
 
     def __init__(self, **options: Any) -> None:
         self.options, self._run = options, None
 
     def on_begin(self, trainer: Trainer) -> None:
-        """Begin a run there.  Raises Refusal S691 where `wandb` is not installed."""
-        module = _installed("wandb", "wandb")
+        """Begin a run. Raises Refusal S691 if `wandb` is not installed."""
+        module = _import_optional("wandb", "wandb")
         if first(trainer):
             self._run = module.init(**self.options)
 
@@ -197,7 +197,7 @@ class WandB:
             self._run.finish()
 
 
-def _installed(module: str, package: str) -> Any:
+def _import_optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -208,7 +208,7 @@ def _installed(module: str, package: str) -> Any:
 
 @dataclass
 class Profile:
-    """Records steps `begin` to `end` with torch's profiler: a trace for each rank in a folder."""
+    """Profiles steps `begin` to `end` with torch's profiler: a trace for each rank in a folder."""
 
     folder: str | os.PathLike[str]
     begin: int
@@ -216,7 +216,7 @@ class Profile:
     _profiler: Any = field(default=None, init=False)
 
     def on_begin(self, trainer: Trainer) -> None:
-        """Start before the first step, where that is asked for."""
+        """Start before the first step, if `begin` is the first step."""
         self.on_step(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
@@ -231,7 +231,7 @@ class Profile:
             self.on_end(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Write what was recorded."""
+        """Write the recorded trace."""
         if self._profiler is not None:
             self._profiler.stop()
             os.makedirs(self.folder, exist_ok=True)

@@ -38,14 +38,35 @@ def main() -> None:
             sys.exit(code)
     Process.own = True
     try:
-        # a verb that is named needs none of the others; a word that is no verb is told all of them
-        made(words[:1] if words and words[0] in VERBS else VERBS)()
+        # load only the named verb; for an unknown word all of them, to list them
+        app = made(words[:1] if words and words[0] in VERBS else VERBS)
+        _with_json(app) if "--json" in words else app()
     finally:
-        gc.freeze()  # the interpreter's end would walk torch and all else, for most of a second
+        gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
+
+
+def _with_json(app: typer.Typer) -> None:
+    """Run a verb whose output a machine reads: what is wrong with its words is JSON as well."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # of typer's, wherever its class lies
+        if type(error).__name__ == "Abort":  # by the keyboard
+            sys.exit(1)
+        if said is None:
+            raise
+        from schedlang.diagnostics.diagnostic import Refusal
+        from schedlang.verbs.ending import REFUSED, show_refusal
+
+        verb = f" {sys.argv[1]}" if sys.argv[1] in VERBS else ""
+        helps = (f"`schedlang{verb} --help` lists what it takes",)
+        show_refusal(Refusal.of("S109", said(), helps=helps), as_json=True)
+        sys.exit(REFUSED)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def made(verbs: Sequence[str]) -> typer.Typer:
-    """The command line with some of its verbs."""
+    """Make the command line with these verbs."""
     import typer
 
     app = typer.Typer(
@@ -57,21 +78,20 @@ def made(verbs: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_group())
+    app.callback()(_version_callback())
     for name in verbs:
         verb = getattr(importlib.import_module(f"schedlang.verbs.{name}"), name)
-        app.command(name, help=_in_paragraphs(verb.__doc__))(verb)
+        app.command(name, help=_join_lines(verb.__doc__))(verb)
     return app
 
 
-def _in_paragraphs(text: str) -> str:
-    """A docstring with one line for each paragraph: terminals break it where they are as wide."""
+def _join_lines(text: str) -> str:
+    """Return a docstring with one line for each paragraph, so that the terminal wraps it."""
     return "\n\n".join(" ".join(part.split("\n")) for part in cleandoc(text).split("\n\n"))
 
 
-def _group() -> Callable[[bool], None]:
-    """Make the callback that stands before a verb: it holds `--version`, and makes the verbs a
-    group."""
+def _version_callback() -> Callable[[bool], None]:
+    """Make the callback before a verb: it has `--version`, and makes the verbs a group."""
     import typer
 
     from schedlang import __version__
@@ -93,7 +113,7 @@ def _group() -> Callable[[bool], None]:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, the command line with all its verbs, made when it is asked for."""
+    """Return `app`, the command line with all its verbs, made on first use."""
     if name != "app":
         raise AttributeError(f"module `schedlang.cli` has no `{name}`")
     return globals().setdefault("app", made(VERBS))

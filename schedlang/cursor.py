@@ -1,4 +1,4 @@
-"""Cursor: the modules of one path, and the calls that are made on them."""
+"""Cursors: the modules of one path (`sch["h.*"]`), and the calls of primitives on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 
-MOST, MOST_SHOWN = 3, 20  # names that stand in a repr, and modules in a notebook
+MOST, MOST_SHOWN = 3, 20  # names shown in a repr, and modules in a notebook
 
 
 @at_their_callers_lines
@@ -40,15 +40,16 @@ class Cursor:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Their names, in model order."""
+        """The names of the modules, in model order."""
         return self._schedule._select(self._path, self._roots)
 
     def __getitem__(self, path: str | int | slice) -> Cursor:
-        """Modules inside of these: `sch["transformer"]["h"][0]`, `sch["transformer.h"][:2]`."""
+        """Return modules inside of these: `sch["transformer"]["h"][0]`,
+        `sch["transformer.h"][:2]`."""
         return replace(self, _path=joined(self._path, path))
 
     def __iter__(self) -> Iterator[Cursor]:
-        """Refused: a row is for all of them at once."""
+        """Refuse: a row is for all modules at once."""
         path = printer.path(self._path)
         title = f'`sch["{path}"]` are modules that a row names together, not one by one'
         helps = (f'their names: `sch["{path}"].modules`',)
@@ -67,19 +68,20 @@ class Cursor:
         called(Caller(self._schedule, self._roots, self._path, verb), args, named)
 
     def __repr__(self) -> str:
-        said = printer.path(self._path)
+        path_text = printer.path(self._path)
         try:
             found = self.modules
         except Refusal as refusal:
-            return f'<sch["{said}"]: {refusal.diagnostic.title}>'
+            return f'<sch["{path_text}"]: {refusal.diagnostic.title}>'
         kinds = dict.fromkeys(self._schedule._facts.sites[fqn].class_name for fqn in found)
         count = f"{len(found)} modules" if len(found) != 1 else "1 module"
         shown = ", ".join(name or "the model" for name in found[:MOST])
         more = f", .. {found[-1]}" if len(found) > MOST else ""
-        return f'<sch["{said}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
+        return f'<sch["{path_text}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
 
     def _repr_html_(self) -> str:
-        """The modules as a table, for notebooks: class, size, and the rows that act on each."""
+        """Return the modules as a table for notebooks: class, size, and the rows that act on
+        each."""
         try:
             found = self.modules
         except Refusal:
@@ -100,7 +102,7 @@ class Cursor:
         return html_table(title, rows, ("module", "class", "parameters", "rows that act on it"))
 
     def do(self, primitive: Primitive) -> Cursor:
-        """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""
+        """Apply a bound primitive; the typed form of `sch[...].name(...)`."""
         call = lift.call_of(primitive, python_span())
         self._schedule._record_call(self._roots, self._path, call)
         return self
@@ -109,7 +111,7 @@ class Cursor:
 @at_their_callers_lines
 @dataclass(frozen=True, repr=False)
 class Caller:
-    """A primitive or a definition about to be called; a dotted name is one of a library."""
+    """A primitive or a definition to be called; a dotted name is one of a library."""
 
     _schedule: Schedule
     _roots: tuple[str, ...]
@@ -117,7 +119,7 @@ class Caller:
     _name: str
 
     def __post_init__(self) -> None:
-        if (page := _page(self._name)) is not None:  # of `help`, and of notebooks
+        if (page := _page(self._name)) is not None:  # for `help` and notebooks
             object.__setattr__(self, "__doc__", page)
 
     def __getattr__(self, name: str) -> Caller:
@@ -126,7 +128,7 @@ class Caller:
         return replace(self, _name=f"{self._name}.{name}")
 
     def __getitem__(self, path: object) -> Cursor:
-        """Refused: modules are named by a text."""
+        """Refuse: modules are selected by a string."""
         title = f"`{self._name}` adds a row when it is called; modules are selected by a string"
         helps = (f'select them: `sch["{self._name}.{path}"]`',)
         raise Refusal.of("S301", title, Label(python_span()), helps=helps)
@@ -142,7 +144,7 @@ class Caller:
 
 @cache
 def _page(verb: str) -> str | None:
-    """Return what `schedlang explain` says of a verb."""
+    """Return the page of `schedlang explain` for a verb."""
     known = registry().get(verb)
     return None if known is None else manual.explain(known)
 
@@ -153,7 +155,7 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
     if one._name == "replace":
         name = one._schedule._facts.named
         args, named = tuple(map(name, args)), {k: name(v) for k, v in named.items()}
-    if isinstance(named.get("axis"), str) and "over" not in named:  # of torch and numpy
+    if isinstance(named.get("axis"), str) and "over" not in named:  # as torch and numpy name it
         named = {"over" if key == "axis" else key: value for key, value in named.items()}
     call = lift.call(one._name, args, named, span)
     try:
@@ -164,13 +166,13 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
         near = closest(one._name, public) if first.code == "S301" and one._path is None else None
         if near is None or first.fact("meant") is not None:
             raise
-        help_ = f"did you mean `sch.{near}`?"  # no verb of a row, but what Python has beside them
+        help_ = f"did you mean `sch.{near}`?"  # not a verb, but a method of the schedule
         facts = unknown(one._name, (near,))
         raise Refusal(replace(first, helps=(help_,), facts=facts)) from None
 
 
 def path_of(said: object) -> n.Path:
-    """The path that a text says; refuses anything else, which selects no modules."""
+    """Parse the path in a text; refuses other types."""
     span = python_span()
     if not isinstance(said, str):
         title = f"modules are selected by a text, not by {kind_of(said)}"
@@ -180,7 +182,7 @@ def path_of(said: object) -> n.Path:
 
 
 def joined(path: n.Path, inner: str | int | slice) -> n.Path:
-    """The path of what lies at `inner` in the modules of `path`; numbers pick among children."""
+    """Return the path of the modules `inner` inside of those of `path`; numbers index children."""
     span = python_span()
     if not isinstance(inner, int | slice):
         more = path_of(inner)

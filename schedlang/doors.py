@@ -1,8 +1,8 @@
 """The doors of schedlang, in the order in which a schedule goes through them.
 
-Open this file first. Each door is one function: what it takes, what it gives, and where it lies.
-What it gives is an immutable value, and all that the next doors read; `docs/architecture.md` shows
-them as a picture. A test holds every line against the function itself.
+Open this file first. Each door is one function: its arguments, its result, and its module. A result
+is an immutable value, and all that the next doors read; `docs/architecture.md` shows the doors as a
+picture. A test compares every line with the function itself.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ SIDE = (
     ),
 )
 
-# what happens on that way to one row, `shard(col, over=tp)`: module, function, what it does
+# the steps of one row, `shard(col, over=tp)`, on this way: module, function, description
 ROW = (
     (
         "primitives.shard",

@@ -1,9 +1,9 @@
-"""Elastic runs: the setting of a schedule's knobs for the ranks that a job has now.
+"""Elastic runs: choose the settings of a schedule's knobs for the ranks that a job has now.
 
-A job that has lost ranks, or gained some, begins anew with those that there are.  Of the settings
-of one file that are for so many ranks the planner takes the one whose step is the shortest: those
-that size the mesh, and those that cut a batch.  What is computed stays: the batch of a step, what
-is trained, what may be given up.
+A job that has lost or gained ranks restarts with the current ones. Among the settings of one file
+for this number of ranks, the planner chooses the one with the shortest step: knobs that size the
+mesh, and knobs that split a batch. The computation stays the same: the batch of a step, what is
+trained, what may be given up.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.trainer import Trainer
 
-COMES = 30.0  # seconds in which all ranks come: a node may have died since torchrun counted them
-_LOOK = 3.0  # seconds between two looks at who is still there
-_TOLD = 4  # reasons of settings that are refused
-_CUTS = "micro"  # the argument that says into how many parts a batch is cut
+COMES = 30.0  # seconds in which all ranks must arrive: a node may have died since it was counted
+_CHECK_INTERVAL = 3.0  # seconds between two checks of the other ranks
+_MAX_REASONS = 4  # reasons shown for refused settings
+_MICRO = "micro"  # the argument for the number of microbatches
 Given = dict[str, Any]  # values of knobs, by name
 Setting = dict[str, Any]  # `ranks`, and the `knobs` for them: plain data
 
 
 class Meeting:
-    """The ranks of this round of a job before they join it, in its store.
+    """The ranks of this round of a job before they join a process group, connected by the job's
+    store.
 
-    Steps are only played where no rank is one of a job yet: what is planned comes before that.
+    Simulations of steps require that no process group exists yet: planning comes before joining.
     """
 
     def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Wait until all ranks have come, as long as the `wait` of `build` says, 30 s at least.
+        """Wait until all ranks have arrived, for the `wait` of `build`, at least 30 s.
 
-        Raises Refusal S651 where one does not, and S695 where ranks have joined already, or under a
-        torchrun that restarts and keeps one store for all rounds: nodes that stay go on asking that
-        of the first, which may have been on one that is gone, and find there the addresses of ranks
-        that are gone.
+        Raises Refusal S651 if a rank does not arrive. Raises S695 if ranks have joined already, or
+        under a torchrun that restarts and holds one store for all rounds: nodes that stay keep
+        using the first node's store, which may be gone, and find addresses of lost ranks in it.
         """
         from schedlang.runtime.comm import agreement, world
 
@@ -63,31 +63,31 @@ class Meeting:
         self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"
         if world.joined():
             title = "an elastic run chooses its mesh before the ranks join their job"
-            raise _refused(title, "", "leave `init_process_group` to the trainer")
+            raise _refusal(title, "", "leave `init_process_group` to the trainer")
         keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if keeps and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             title = "this torchrun keeps one store for all rounds of the job"
             note = "ranks that come back would meet in what those before have left there"
             help_ = f"have each round begin with a store of its own: `{FRESH}=1 torchrun ...`"
-            raise _refused(title, note, help_)
+            raise _refusal(title, note, help_)
         self._wait = max(COMES, options.get("wait", 0.0))
         self._store = agreement.meet(self._wait)
         if self._store is None and self.ranks > 1:
             title = f"{self.ranks} ranks have no store of torchrun's to meet in"
-            raise _refused(title, "", "start them by `torchrun`: `schedlang launch FILE`")
+            raise _refusal(title, "", "start them by `torchrun`: `schedlang launch FILE`")
         self._done = threading.Event()
         if self._store is not None:
             beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
             beats.start()
 
     def first(self, value: Any) -> Any:
-        """Return what the first rank tells, on all of them."""
+        """Return the first rank's value, on all ranks."""
         return self.every(value)[0]
 
     def every(self, value: Any) -> list[Any]:
-        """Return what each rank tells, on all of them.
+        """Return the values of all ranks, on all ranks.
 
-        Raises Refusal S651 on the first rank where one has not told, and is not heard of for 30
+        Raises Refusal S651 on the first rank if a rank has sent no value and no heartbeat for 30
         seconds.
         """
         from schedlang.runtime.comm.agreement import refuse_missing, until
@@ -100,30 +100,34 @@ class Meeting:
         self._store.set(keys[self.rank], pickle.dumps(value))
         self._store.add(f"{room}/count", 1)
 
-        def told() -> bool:
+        def all_sent() -> bool:
             return bool(self._store.add(f"{room}/count", 0) >= self.ranks)
 
-        heard: dict[int, tuple[int, float]] = {}  # beats of a rank, and since when it has no more
-        while not until(told, _LOOK):
-            before, now = heard, time.monotonic()
-            heard = {rank: (beats, now) for rank, beats in self._heard(keys).items()}
-            for rank in heard.keys() & before.keys():
-                if before[rank][0] == heard[rank][0]:
-                    heard[rank] = before[rank]
-            gone = [rank for rank, (_, since) in heard.items() if now - since > COMES - 2 * _LOOK]
-            if gone:  # the others end with the store, which this rank has
-                refuse_missing(gone, self.ranks, COMES)
+        heartbeats: dict[int, tuple[int, float]] = {}  # number of a rank's, and the last one's time
+        while not until(all_sent, _CHECK_INTERVAL):
+            before, now = heartbeats, time.monotonic()
+            heartbeats = {rank: (beats, now) for rank, beats in self._count_beats(keys).items()}
+            for rank in heartbeats.keys() & before.keys():
+                if before[rank][0] == heartbeats[rank][0]:
+                    heartbeats[rank] = before[rank]
+            lost = [
+                rank
+                for rank, (_, since) in heartbeats.items()
+                if now - since > COMES - 2 * _CHECK_INTERVAL
+            ]
+            if lost:  # the other ranks end with the store, which this rank holds
+                refuse_missing(lost, self.ranks, COMES)
         return [pickle.loads(one) for one in self._store.multi_get(keys)]
 
-    def _heard(self, keys: Sequence[str]) -> dict[int, int]:
-        """Count the beats of each rank that has not told yet."""
+    def _count_beats(self, keys: Sequence[str]) -> dict[int, int]:
+        """Return the heartbeats of each rank that has not sent its value yet."""
         if self.rank:
             return {}
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         return {rank: self._store.add(f"{self._room}/beats/{rank}", 0) for rank in late}
 
     def _beat(self, store: Any) -> None:
-        """Tell that this rank is there, until it joins, or the store is gone."""
+        """Send heartbeats until this rank joins, or the store is gone."""
         with suppress(RuntimeError):
             while not self._done.wait(1.0):
                 store.add(f"{self._room}/beats/{self.rank}", 1)
@@ -135,12 +139,14 @@ class Meeting:
         batch: Mapping[str, Any],
         told: Mapping[str, Any] | None,
     ) -> tuple[Schedule, Setting, Given]:
-        """Return the schedule under the best setting for the ranks there are, and join them.
+        """Return the schedule under the best setting for the current ranks, and join them.
 
-        Beside it that setting, and options of `build`: dropout draws on one rank as on several,
-        since those of the process's own generator would move the order in which a loader shuffles.
-        told   what a checkpoint has of the run: with as many ranks, its setting stays.  All ranks
-        together.  Raises Refusal S695 where there is no setting for so many.
+        Also returns the setting, and options of `build`: dropout draws on one rank as on several,
+        since draws from the process's generator would change the order in which a loader shuffles.
+
+        told   the run's state in a checkpoint: with the same number of ranks, its setting stays
+
+        All ranks together. Raises Refusal S695 if no setting fits the number of ranks.
         """
         from schedlang.runtime.comm.agreement import join_world
 
@@ -152,7 +158,7 @@ class Meeting:
         if before is None or before["ranks"] != self.ranks:
             before = {"ranks": self.ranks, "knobs": fit.best()}
         self._done.set()
-        guard = threading.Timer(self._wait, _alone, (self._wait,))
+        guard = threading.Timer(self._wait, _exit_alone, (self._wait,))
         guard.daemon = True
         guard.start()
         try:
@@ -163,24 +169,24 @@ class Meeting:
         return fit.under(before["knobs"]), before, drawing
 
 
-def _alone(seconds: float) -> None:
-    """End this rank, which waits in torch for one that died after all had met."""
+def _exit_alone(seconds: float) -> None:
+    """End this rank, which waits in torch for a rank that died after all had arrived."""
     title = f"another rank has not joined the job within {seconds:g} s, and was there before"
     print(Refusal(Diagnostic("S651", title)), file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Joined:
-    """The ranks of a job that are as many as the schedule is for; asked as a meeting is."""
+    """The ranks of a job whose number matches the schedule; has the methods of a `Meeting`."""
 
     def __init__(self, given: Schedule) -> None:
-        """Join the job.  Raises Refusal S205 or S607 where its ranks are not those of the mesh."""
+        """Join the job. Raises Refusal S205 or S607 if its ranks are not those of the mesh."""
         from schedlang.passes.lower.build import check_job
 
         check_job(given.plan())
 
     def first(self, value: Any) -> Any:
-        """Return what the first rank tells, on all of them."""
+        """Return the first rank's value, on all ranks."""
         from schedlang.runtime.comm import world
 
         return world.broadcast_object(0, value)
@@ -188,21 +194,21 @@ class Joined:
     def fitted(
         self, _run: Trainer, given: Schedule, *_: Any
     ) -> tuple[Schedule, Setting | None, Given]:
-        """Return the schedule as it is."""
+        """Return the schedule unchanged."""
         return given, None, {}
 
 
-def _refused(title: str, note: str, help_: str) -> Refusal:
+def _refusal(title: str, note: str, help_: str) -> Refusal:
     notes = (note,) if note else ()
     return Refusal(Diagnostic("S695", title, Label(python_span()), notes=notes, helps=(help_,)))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A search for the setting of a schedule for some ranks; all ranks of the job together.
+    """A search for the setting of a schedule for a number of ranks; all ranks of the job together.
 
-    given     the schedule, under whatever setting
-    names     the knobs that may change; none: those that size the mesh, and those of `micro=`
+    given     the schedule, under any setting
+    names     the knobs that may change; (): those that size the mesh, and those of `micro=`
     meeting   the ranks, which price settings together
     batch     a batch of a whole step
     """
@@ -220,7 +226,7 @@ class Fit:
         return self.meeting.ranks
 
     def under(self, knobs: Mapping[str, Any]) -> Schedule:
-        """The schedule under a setting, for these ranks."""
+        """Return the schedule under a setting, for these ranks."""
         model = self.given._facts.base.model
         return Schedule(model, self.given.tree, self._settings(knobs))
 
@@ -228,48 +234,48 @@ class Fit:
         return Settings({**self.given._settings.knobs, **knobs}, {}, self.ranks)
 
     def best(self) -> Given:
-        """Return the knobs with which a step is the shortest.
+        """Return the knobs with the shortest step.
 
-        Those are compared that make a mesh of all ranks, train the same parameters and give up the
-        same as the schedule does as it is given, and fit into the memory of the ranks; each rank
-        prices some.  Raises Refusal S695 where there are none, with what is against each.
+        Candidates make a mesh of all ranks, train the same parameters, give up the same properties
+        as the given schedule, and fit into memory; each rank prices some of them. Raises Refusal
+        S695 if there is none, with the objections to each.
         """
-        menu, refused = self._menu()
+        menu, refused = self._candidates()
         if len(menu) == 1:
             return menu[0]
         from schedlang.passes.autoshard.tune import ranked
 
         cluster = _cluster(self.given.tree, self.meeting)
-        found = self._priced(menu, cluster)
+        found = self._price(menu, cluster)
         if best := ranked(found, cluster.memory):
             return dict(best[0].given)
-        raise self._nothing([*refused, *_against(found, cluster.memory)])
+        raise self._no_setting([*refused, *_objections(found, cluster.memory)])
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- candidates -------------------------------------------------------------------------------
 
-    def _menu(self) -> tuple[list[Given], list[str]]:
-        """The settings that are for these ranks, and why others are not."""
+    def _candidates(self) -> tuple[list[Given], list[str]]:
+        """Return the settings for these ranks, and why others are excluded."""
         from schedlang.passes.autoshard.tune import setting, settings_of
 
         tree, fixed = self.given.tree, dict(self.given._settings.knobs)
         state = expand(tree, None, Settings(fixed))
-        knobs, sizing = state.knobs, {*state.sized.values(), *_named(_mesh(tree))}
-        free = self._free(knobs, sizing)
+        knobs, sizing = state.knobs, {*state.sized.values(), *_names_in(_mesh(tree))}
+        free = self._free_knobs(knobs, sizing)
         kept = {name: knob.value for name, knob in knobs.items() if name not in free}
-        sizes = {name: _divisors(self.ranks, knobs[name]) for name in free & sizing}
+        sizes = {name: _divisor_sizes(self.ranks, knobs[name]) for name in free & sizing}
         menu, refused = [], []
-        like = _kin(self.given.plan())
+        like = _family_key(self.given.plan())
         for one in settings_of(tree, kept, {name: each for name, each in sizes.items() if each}):
-            if why := self._unfit(one, like):
+            if why := self._objection(one, like):
                 refused.append(f"{setting(one)}: {why}" if one else why)
             else:
                 menu.append(one)
         if not menu:
-            raise self._nothing(refused)
+            raise self._no_setting(refused)
         return menu, refused
 
-    def _free(self, knobs: Mapping[str, Knob], sizing: set[str]) -> set[str]:
-        """The knobs that may change.  Raises Refusal S106 for one that there is not."""
+    def _free_knobs(self, knobs: Mapping[str, Knob], sizing: set[str]) -> set[str]:
+        """Return the knobs that may change. Raises Refusal S106 for an unknown one."""
         for name in self.names:
             if name not in knobs:
                 title = f"the schedule has no knob `{name}`"
@@ -278,13 +284,13 @@ class Fit:
         if self.names:
             return set(self.names)
         every = n.walk(self.given.tree)
-        cuts = (one for one in every if isinstance(one, n.Keyword) and one.name == _CUTS)
-        return (sizing | _named(*cuts)) & knobs.keys()
+        cuts = (one for one in every if isinstance(one, n.Keyword) and one.name == _MICRO)
+        return (sizing | _names_in(*cuts)) & knobs.keys()
 
-    def _unfit(self, knobs: Given, like: object) -> str:
-        """Say what is against a setting before it is priced; nothing, if nothing is."""
+    def _objection(self, knobs: Given, like: object) -> str:
+        """Return what is against a setting before it is priced; "" if nothing is."""
         settings = self._settings(knobs)
-        try:  # without the model, which takes no time, most are out already
+        try:  # without the model, which is fast and excludes most
             mesh = expand(self.given.tree, None, settings).mesh
             if (made := mesh.world if mesh is not None else 1) != self.ranks:
                 return f"its mesh has {made} ranks"
@@ -292,10 +298,14 @@ class Fit:
         except Refusal as refusal:
             return refusal.diagnostics[0].title
         assert plan is not None
-        return "" if _kin(plan) == like else "it trains other parameters, or gives up other things"
+        return (
+            ""
+            if _family_key(plan) == like
+            else "it trains other parameters, or gives up other things"
+        )
 
-    def _priced(self, menu: Sequence[Given], cluster: Cluster) -> list[Tried]:
-        """Every setting priced, each by one of the ranks."""
+    def _price(self, menu: Sequence[Given], cluster: Cluster) -> list[Tried]:
+        """Price every setting, each on one of the ranks."""
         from schedlang.passes.autoshard.tune import Job, tune
 
         facts = self.given._facts.base
@@ -306,46 +316,50 @@ class Fit:
         found = (everyone[place % size][place // size] for place in range(len(menu)))
         return [replace(tried, given=one) for tried, one in zip(found, menu)]
 
-    def _nothing(self, reasons: Sequence[str]) -> Refusal:
+    def _no_setting(self, reasons: Sequence[str]) -> Refusal:
         plural = "s" * (self.ranks > 1)
         title = f"no setting of the schedule is for {self.ranks} rank{plural}"
-        over = len(reasons) - _TOLD
+        over = len(reasons) - _MAX_REASONS
         more = (f"and {over} more",) if over > 0 else ()
-        rest = "_" in _named(_mesh(self.given.tree))
+        rest = "_" in _names_in(_mesh(self.given.tree))
         helps = (
             "let knobs size the axes beside `_`: `knob tp: int = 2 in [1, 2]`, `mesh(dp=_, tp=tp)`"
             if rest
             else "let an axis have the ranks that there are: `mesh(dp=_)`",
             "or let torchrun begin with other numbers of nodes only: `--nnodes 2:4`",
         )
-        return Refusal(Diagnostic("S695", title, notes=(*reasons[:_TOLD], *more), helps=helps))
+        return Refusal(
+            Diagnostic("S695", title, notes=(*reasons[:_MAX_REASONS], *more), helps=helps)
+        )
 
 
 def _mesh(tree: n.File) -> n.Mesh | None:
     return next((one for one in tree.items if isinstance(one, n.Mesh)), None)
 
 
-def _named(*found: n.Node | None) -> set[str]:
-    """The names in these parts of a schedule, of knobs among others."""
+def _names_in(*found: n.Node | None) -> set[str]:
+    """Return the names in these nodes of a schedule; knobs are among them."""
     return {one.text for part in found for one in n.walk(part) if isinstance(one, n.Name)}
 
 
-def _divisors(ranks: int, knob: Knob) -> list[Any]:
-    """The sizes of an axis that divide the ranks, where the knob's domain lists none itself."""
+def _divisor_sizes(ranks: int, knob: Knob) -> list[Any]:
+    """Return the sizes of an axis that divide the ranks; [] if the knob's domain lists its
+    values."""
     if knob.type != "int" or knob.choices is not None:
         return []
     return [size for size in range(1, ranks + 1) if ranks % size == 0 and knob.allows(size)]
 
 
-def _kin(plan: Plan) -> object:
-    """Return what settings of a family have alike: what is trained, and what is given up."""
+def _family_key(plan: Plan) -> object:
+    """Return what settings of a family share: the trained parameters, and the properties given
+    up."""
     parameters = plan.model.model.named_parameters()
     trained = {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in parameters}
     return trained, plan.gives_up
 
 
-def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
-    """Say what is against settings that were priced."""
+def _objections(found: Sequence[Tried], memory: int) -> Iterator[str]:
+    """Yield what is against settings that were priced."""
     from schedlang.diagnostics.tables import size
     from schedlang.passes.autoshard.tune import setting
 
@@ -356,11 +370,12 @@ def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
         yield f"{setting(one.given)}: {why}"
 
 
-# -- what the ranks are ----------------------------------------------------------------------------
+# -- the devices -----------------------------------------------------------------------------------
 
 
 def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
-    """The cluster of the mesh's `on`, else of the devices that there are; the least memory."""
+    """Return the cluster of the mesh's `on`, else of the present devices, with the smallest
+    memory."""
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_of
     from schedlang.runtime import device as devices
 
@@ -368,11 +383,11 @@ def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     name, held = devices.name_of(here).lower(), devices.total_bytes(here)
     if devices.on_host(here) and held is not None:
-        held //= local  # whose ranks share it
+        held //= local  # its ranks share the memory
     known = cluster_of(tree)[0]
-    known = known.slowest if known is not None else None  # ranks come and go: any node may be there
+    known = known.slowest if known is not None else None  # ranks may change: take the slowest node
     known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
-    # of what is known nowhere only proportions count: a core, its memory, a network
+    # for unknown devices only proportions matter: a core, its memory, a network
     known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
     least = min(meeting.every(held or known.memory))
     return replace(known, node=local, memory=least)

@@ -1,4 +1,4 @@
-"""Verification from Python: a schedule, or anybody's program, against its model."""
+"""Verification from Python: a schedule, or a user's own program, against its model."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ def verify(
 ) -> Report:
     """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
 
-    batch   the keyword arguments of one step, or a function of the seed that gives them.  With one
-            dict every step sees the same, and the report lists what was not exercised
-    loss    loss(output, batch), where the model returns none
-    weight  weight(part) of a part of the batch in the mean; default: the labels that count
-    dtype   the working dtype that is checked beside float64; default: that of the model
-    shrink  verify a reduced model of the same class on at most 8 ranks; by itself if the model lies
-            on the meta device.  A function that makes the model from sizes, where it has no config
-    timeout seconds for all of it; then Hang says where each rank, or this process, stands
-    Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
-    Refusal for what cannot be run, RankDied or Hang for a run that failed.
+      batch    the keyword arguments of one step, or a function of the seed that returns them. One
+               dict is used in every step, and the report lists what was not exercised
+      loss     loss(output, batch), if the model returns none
+      weight   weight(part): the weight of a part of the batch in the mean; default: the labels that
+               count
+      dtype    the working dtype that is checked besides float64; default: that of the model
+      shrink   verify a reduced model of the same class on at most 8 ranks; default: only if the
+               model is on the meta device. Without a config: a function that makes it from sizes
+      timeout  seconds for everything; then Hang says where each rank, or this process, stands
+    Models, losses and batches may be defined anywhere: in a notebook, `__main__` or a closure.
+
+    Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
     from schedlang.passes.analyze.taking import check_verified
     from schedlang.runtime.launch.job import limited
@@ -57,10 +59,10 @@ def verify(
     check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
     assert batch is not None
     with limited(timeout):
-        return _verified(sch, batch, loss, weight, seed, dtype, shrink)
+        return _verify(sch, batch, loss, weight, seed, dtype, shrink)
 
 
-def _verified(
+def _verify(
     sch: Schedule,
     batch: Batches,
     loss: Any,
@@ -111,28 +113,30 @@ def verify_program(
     timeout: float | None = None,
     pool: Pool | None = None,
 ) -> Report:
-    """Compare a distributed program of your own with its model on local ranks, in float64.
+    """Compare your own distributed program with its model on local ranks, in float64.
 
-    program  program(model) -> schedlang.TrainingProgram, called on every rank; or the file of it
-    model    the original; or the file that has `model()`, `batch(seed)` and `loss(output, batch)`;
-             of a program in a file by default the `model.py` beside it
-    batch    the keyword arguments of one step, or a function of the seed that gives them
-    loss     loss(output, batch), where the model returns none
-    ranks    how many local ranks; default: `world` of the program's file
-    vary     also on batches with more labels that do not count than yours have
-    dtype    what the program is run in, where that is not float64: "bfloat16", "float32"; its gates
-             are then how far roundings move the original
-    timeout  seconds for all of it; then Hang says where each rank, or this process, stands
-    pool     ranks that are warm already, where nothing is in a file
+      program  program(model) -> schedlang.TrainingProgram, called on every rank; or its file
+      model    the original; or the file with `model()`, `batch(seed)` and `loss(output, batch)`;
+               for a program in a file the default is the `model.py` beside it
+      batch    the keyword arguments of one step, or a function of the seed that returns them
+      loss     loss(output, batch), if the model returns none
+      ranks    number of local ranks; default: `world` of the program's file
+      vary     also use batches with more ignored labels than the given ones
+      dtype    the dtype that the program runs in, if not float64: "bfloat16", "float32"; gates then
+               depend on how far roundings move the original
+      timeout  seconds for everything; then Hang says where each rank, or this process, stands
+      pool     ranks that are already started, if nothing is in a file
     Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
     from schedlang.runtime.launch.job import limited
 
     with limited(timeout):
-        return _judged(program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype)
+        return _verify_program(
+            program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype
+        )
 
 
-def _judged(
+def _verify_program(
     program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, pool: Any, **options: Any
 ) -> Report:
     from schedlang.passes.judge.judge import judge, posed
@@ -156,7 +160,7 @@ def _judged(
 
 
 def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
-    """One batch, or one for each step where a function of the seed makes them."""
+    """Return one batch for each step: the same dict, or what a function of the seed returns."""
     if isinstance(batch, Mapping):
         return (dict(batch),) * steps
     if not callable(batch):
@@ -170,10 +174,10 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
 
 
 def _takes_seed(batch: Any) -> bool:
-    """Return whether a function of batches takes a seed; refuse one that needs more."""
+    """Return whether a function of batches takes a seed; refuse more required parameters."""
     try:
         parameters = inspect.signature(batch).parameters.values()
-    except ValueError:  # of a class in C nothing is told
+    except ValueError:  # a class in C has no signature
         return False
     plain = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     needed = [f"`{p.name}`" for p in plain if p.default is p.empty]

@@ -18,8 +18,8 @@ import schedlang
 from schedlang.trainer import Trainer as Loop
 from schedlang.trainer import refused
 
-# settings that a schedule has rows for, or that this loop does not follow
-_OTHERS = ("fp16", "bf16", "fsdp", "deepspeed", "label_smoothing_factor", "torch_compile")
+# settings that a schedule has rows for, or that this loop does not support
+_UNSUPPORTED = ("fp16", "bf16", "fsdp", "deepspeed", "label_smoothing_factor", "torch_compile")
 
 
 class _Scheduled:
@@ -40,9 +40,9 @@ class _Scheduled:
     def train(self, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> Any:
         """Train as `args` say, and give the model the trained values; all ranks together.
 
-        A step has `per_device_train_batch_size * gradient_accumulation_steps` rows for each rank
-        that the schedule shares rows among.  Raises Refusal S691 for arguments that it cannot
-        follow, and what `schedlang.Trainer.fit` raises.
+        A step has `per_device_train_batch_size * gradient_accumulation_steps` rows for each of the
+        ranks that the schedule splits rows over. Raises Refusal S691 for unsupported arguments, and
+        what `schedlang.Trainer.fit` raises.
         """
         from transformers.trainer_utils import TrainOutput
 
@@ -50,14 +50,14 @@ class _Scheduled:
         self.state.max_steps = loop.steps
         self.program = loop.fit()
         if loop.evaluate_every and self.program.step % loop.evaluate_every:
-            _Loss(self).on_evaluate(loop, loop.evaluate())  # the end of a run is looked at, too
+            _LossLogger(self).on_evaluate(loop, loop.evaluate())  # the end of a run, too
         self.model.load_state_dict(self.program.state_dict())
-        told = [one["loss"] for one in self.state.log_history if "loss" in one]
-        return TrainOutput(self.program.step, told[-1] if told else math.nan, {})
+        losses = [one["loss"] for one in self.state.log_history if "loss" in one]
+        return TrainOutput(self.program.step, losses[-1] if losses else math.nan, {})
 
     def _loop(self, resume: Any) -> Loop:
-        args, owner = self.args, _Loss(self)
-        odd = [name for name in _OTHERS if getattr(args, name, None)]
+        args, owner = self.args, _LossLogger(self)
+        odd = [name for name in _UNSUPPORTED if getattr(args, name, None)]
         if odd:
             raise refused(
                 f"`{odd[0]}` is not followed under a schedule", "leave it out: rows say it"
@@ -94,7 +94,7 @@ class _Scheduled:
         return loop
 
     def _evaluation(self, shares: int) -> Any:
-        """Whole batches of the rows to evaluate, in their order."""
+        """Return full batches of the evaluation rows, in their order."""
         from torch.utils.data import DataLoader
 
         rows = self.eval_dataset  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class _Scheduled:
         return DataLoader(rows, size, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
     def _data(self, shares: int) -> Any:
-        """Whole batches, in the order in which transformers' own loop takes the rows."""
+        """Return full batches, in the order in which transformers' own loop takes the rows."""
         from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
         from torch.utils.data import DataLoader
 
@@ -121,7 +121,8 @@ class _Scheduled:
         )
 
     def _optimizer(self, named: Any) -> Any:
-        """The optimizer of `args`, over this rank's parameters, decayed as transformers says."""
+        """Return the optimizer of `args` for this rank's parameters, with transformers' weight
+        decay."""
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
         decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
         named = list(named)
@@ -135,34 +136,35 @@ class _Scheduled:
         return kind([group for group in groups if group["params"]], **options)
 
 
-class _Loss:
-    """Tells the figures to transformers' logs, and evaluations to its callbacks."""
+class _LossLogger:
+    """Passes figures to transformers' logs, and evaluations to its callbacks."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
     def on_log(self, trainer: Loop, figures: dict[str, float]) -> None:
-        """Log them, under transformers' names."""
+        """Log the figures under transformers' names."""
         self.owner.state.global_step = int(figures["step"])
         names = {"loss": "loss", "gradient norm": "grad_norm", "learning rate": "learning_rate"}
         self.owner.log({names[key]: value for key, value in figures.items() if key in names})
 
     def on_evaluate(self, trainer: Loop, figures: dict[str, float]) -> None:
-        """Log the loss; what callbacks answer stays without effect."""
-        owner, told = self.owner, {"eval_loss": figures["evaluation loss"]}
+        """Log the evaluation loss; what callbacks return has no effect."""
+        owner, metrics = self.owner, {"eval_loss": figures["evaluation loss"]}
         owner.state.global_step = int(figures["step"])
-        owner.log(dict(told))
-        owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, told)
+        owner.log(dict(metrics))
+        owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, metrics)
 
 
 @cache
 def scheduled(kind: type[Any]) -> type[Any]:
-    """A class like `transformers.Trainer`, or one derived from it, that takes a `schedule`."""
+    """Return a class like `transformers.Trainer`, or derived from it, with the argument
+    `schedule`."""
     return type(kind.__name__, (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer`, made when it is asked for: importing this module imports no transformers."""
+    """Return `Trainer`, made on first use: importing this module does not import transformers."""
     if name != "Trainer":
         raise AttributeError(f"module `schedlang.hf` has no `{name}`")
     import transformers

@@ -39,18 +39,23 @@ from schedlang.trainer import refused
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _PACKAGES = tuple(_ROOTS)
 _Logs = dict[str, dict[str, Any] | None]
-_LOG = ("prog_bar", "logger", "on_step", "on_epoch")  # what `log` takes after the value, in order
-# arguments of `build` that are not options here, and what says them
-_GIVEN = {
+_LOG = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+)  # the arguments of `log` after the value, in order
+# arguments of `build` that are not options here, and where their values come from
+_REFUSED_OPTIONS = {
     "batch": "the loader's first batch is taken",
     "clip": "`Trainer(gradient_clip_val=1.0)`",
     "optimizer": "`configure_optimizers` makes it",
 }
-# methods that Lightning calls beside the step
-_NOT_OF_STEPS = ("on_", "configure_", "validation_", "test_", "predict_", "setup", "__init__")
+# methods that Lightning calls outside of the step
+_NOT_STEP_METHODS = ("on_", "configure_", "validation_", "test_", "predict_", "setup", "__init__")
 _PLAIN = (bool, int, float, str, type(None))
-BESIDE = ".schedlang"  # ends the name of the folder with the program's state, beside a checkpoint
-# hooks that ask for gradients or make the update, which only the program does
+BESIDE = ".schedlang"  # suffix of the folder with the program's state, beside a checkpoint
+# hooks around gradients and updates, which the program handles
 _HOOKS = (
     "backward",
     "configure_gradient_clipping",
@@ -64,13 +69,13 @@ _HOOKS = (
 
 
 class _Scheduled:
-    """The methods of a strategy of Lightning that trains under a schedule.
+    """The methods of a Lightning strategy that trains under a schedule.
 
     schedule  a path or a text, whose selectors name modules inside of the `LightningModule`
     options   further arguments of `Schedule.build`: `weight=`, `dropout=`, `compare=`, ...
 
-    `training_step` is the forward of the program, and its loss what is trained.  Between two steps
-    the module has no values, and nobody may write into it: they are gathered for evaluations,
+    `training_step` is the forward of the program, and its loss is minimised. Between two steps the
+    module has no values, and no hook may write into it: the values are gathered for evaluations,
     checkpoints, and at the end.
     """
 
@@ -90,22 +95,28 @@ class _Scheduled:
 
     def __init__(self, schedule: Any, **options: Any) -> None:
         super().__init__()
-        for name in sorted(_GIVEN.keys() & options.keys()):
-            raise refused(f"`{name}` is Lightning's to give", f"leave it out: {_GIVEN[name]}")
+        for name in sorted(_REFUSED_OPTIONS.keys() & options.keys()):
+            raise refused(
+                f"`{name}` is Lightning's to give", f"leave it out: {_REFUSED_OPTIONS[name]}"
+            )
         self.schedule, self.options = schedule, options
         self.program: Any = None
         self._step: Any = None  # the module with its `training_step` as the forward
-        self._logs: _Logs = {}  # how it logs the loss
-        self._known: dict[str, Any] = {}  # its plain attributes when the program was built
-        self._given = True  # whether the module has values
-        self._seen: dict[str, Any] = {}  # the signs of them, or of what is in their place
-        self._from = ""  # the checkpoint that the run goes on from
+        self._logs: _Logs = {}  # the arguments with which `training_step` logs the loss
+        self._plain_attributes: dict[
+            str, Any
+        ] = {}  # the module's plain attributes when the program was built
+        self._has_values = True  # whether the module has values
+        self._seen_versions: dict[
+            str, Any
+        ] = {}  # versions of the module's tensors, with or without values
+        self._checkpoint_path = ""  # the checkpoint that the run continues
 
     # -- before the first step -------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The parts that the rows of a step are shared in, and which is this rank's."""
+        """The number of parts that the rows of a step are split into, and this rank's part."""
         if self.program is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
         return {"num_replicas": self.program.dp_size, "rank": self.program.dp_rank}
@@ -113,14 +124,14 @@ class _Scheduled:
     def setup(self, trainer: Any) -> None:
         """Build the program of the schedule, if the module is to be fitted; all ranks together.
 
-        Raises Refusal S691 for what cannot be followed, and what `Schedule.build` raises.
+        Raises Refusal S691 for unsupported settings, and what `Schedule.build` raises.
         """
         self.accelerator.setup(trainer)
         module = self.lightning_module
         if trainer.state.fn != "fit":
             module.to(self.root_device)
             return
-        if found := _not_followed(trainer, module):
+        if found := _find_unsupported(trainer, module):
             raise refused(*found)
         self._step = _with_step_as_forward(module, self._logs)
         settings = Settings(world=self.world_size)
@@ -129,16 +140,19 @@ class _Scheduled:
             clip=trainer.gradient_clip_val,
             **self.options,
         )
-        trainer.fit_loop.setup_data()  # now that it is known which rows are this rank's
-        first = self._first(trainer, module)
+        trainer.fit_loop.setup_data()  # this rank's rows are known now
+        first = self._first_batch(trainer, module)
         type(self._step).form = _Form.of(first)
         self.program._built(type(self._step).form.keywords(first), True)
         self.program = self.program._program
-        self._known = {name: vars(module).get(name) for name in _named(type(module))}
-        self._seen = _signs(module)
+        self._plain_attributes = {
+            name: vars(module).get(name) for name in _names_used(type(module))
+        }
+        self._seen_versions = _versions(module)
 
-    def _first(self, trainer: Any, module: Any) -> Any:
-        """The first batch, as `training_step` will be given it; loaders stay where they are."""
+    def _first_batch(self, trainer: Any, module: Any) -> Any:
+        """Return the first batch, as `training_step` will get it; the loaders' positions do not
+        change."""
         loaders = trainer.train_dataloader
         now = generators(loaders)
         batch = _pytree.tree_map(lambda one: next(iter(one)), loaders)
@@ -147,10 +161,10 @@ class _Scheduled:
         return self.batch_to_device(batch)
 
     def _optimizer(self, trainer: Any, module: Any, own: dict[str, Any]) -> Any:
-        """The optimizer that `configure_optimizers` makes, over parameters by their names.
+        """Return the optimizer that `configure_optimizers` makes, for parameters by name.
 
-        Names of no part of the module are those of a probe, which asks how parameters move: they
-        stand for parameters of the module, its matrices first.
+        Names that belong to no part of the module are those of a probe, which measures how
+        parameters move: they stand for parameters of the module, its matrices first.
         """
         known = dict(module.named_parameters())
         parts = {name.partition(".")[0] for name in own}
@@ -163,8 +177,8 @@ class _Scheduled:
         for one in mine.modules():
             for name in [name for name, p in one._parameters.items() if p is elsewhere]:
                 del one._parameters[name]
-        for name, p in own.items():  # which rows have made, as those of adapters
-            _at(mine, name.split(".")[:-1]).register_parameter(name.rpartition(".")[2], p)
+        for name, p in own.items():  # parameters added by rows, such as adapters'
+            _submodule(mine, name.split(".")[:-1]).register_parameter(name.rpartition(".")[2], p)
         mine.trainer = trainer
         before = self.optimizers, self.lr_scheduler_configs
         self.connect(mine)
@@ -179,10 +193,11 @@ class _Scheduled:
     # -- a step ----------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Train on this rank's rows: forward, backward and update; the loss of all ranks' rows."""
+        """Train on this rank's rows: forward, backward and update; return the loss of all ranks'
+        rows."""
         module = self.lightning_module
-        self._take_back()
-        for name, was in self._known.items():
+        self._release_values()
+        for name, was in self._plain_attributes.items():
             now = vars(module).get(name)
             if now is not was and not (type(now) in _PLAIN and now == was):
                 raise refused(
@@ -197,42 +212,43 @@ class _Scheduled:
         return loss
 
     def backward(self, closure_loss: Any, *_: Any, **__: Any) -> Any:
-        """Nothing: the step of the program has done it."""
+        """Return the loss: the step of the program has run the backward."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, *_: Any, **__: Any) -> Any:
-        """Nothing but the step of the program, which updates."""
+        """Run the step of the program, which includes the update."""
         return closure()
 
     # -- the values of the module ----------------------------------------------------------------
 
-    def _give(self) -> None:
-        """Give the module the program's values; all ranks together."""
+    def _gather_values(self) -> None:
+        """Copy the program's values into the module; all ranks together."""
         module = self.lightning_module
-        if self.program is None or self._given:
+        if self.program is None or self._has_values:
             return
         self._check_unwritten()
         state = self.program.state_dict() | self.program.buffers()
         for name, tensor in _tensors(module).items():
-            _swap(tensor, state[name].to(self.root_device))
-        self._given, self._seen = True, _signs(module)
+            _swap_value(tensor, state[name].to(self.root_device))
+        self._has_values, self._seen_versions = True, _versions(module)
 
-    def _take_back(self) -> None:
-        """Leave the module no values, and the program what hooks have written into them."""
+    def _release_values(self) -> None:
+        """Move the module to the meta device; first load values that hooks have written into the
+        program."""
         module = self.lightning_module
-        if not self._given:
+        if not self._has_values:
             self._check_unwritten()
             return
-        if self._seen != _signs(module):
+        if self._seen_versions != _versions(module):
             self.program.load_state_dict(module.state_dict())
         for tensor in _tensors(module).values():
-            _swap(tensor, torch.empty_like(tensor, device="meta"))
-        self._given, self._seen = False, _signs(module)
+            _swap_value(tensor, torch.empty_like(tensor, device="meta"))
+        self._has_values, self._seen_versions = False, _versions(module)
 
     def _check_unwritten(self) -> None:
-        """Refuse what hooks have written where there are no values: it would be lost."""
-        now = _signs(self.lightning_module)
-        written = [name for name, sign in self._seen.items() if now.get(name) != sign]
+        """Refuse writes of hooks into a module without values: they would be lost."""
+        now = _versions(self.lightning_module)
+        written = [name for name, sign in self._seen_versions.items() if now.get(name) != sign]
         if written:
             raise refused(
                 f"a hook has written into `{written[0]}` between two steps, where it has no values",
@@ -240,16 +256,16 @@ class _Scheduled:
             )
 
     def on_validation_start(self) -> None:
-        """Evaluate the module as Lightning does, with the values of the program."""
-        self._give()
+        """Give the module the program's values, so that Lightning evaluates it as usual."""
+        self._gather_values()
 
     def on_train_end(self) -> None:
         """Leave the trained values in the module."""
-        self._give()
+        self._gather_values()
 
     def teardown(self) -> None:
         """End; the program stays as it is, and so does a module without values after an error."""
-        if self._given:
+        if self._has_values:
             self.lightning_module.cpu()
         for one in (self.precision_plugin, self.accelerator, self.checkpoint_io):
             one.teardown()
@@ -257,17 +273,18 @@ class _Scheduled:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's own state dict, with the values of the program; all ranks together."""
-        self._give()
+        """Return the module's own state dict, with the values of the program; all ranks
+        together."""
+        self._gather_values()
         state: dict[str, Any] = self.lightning_module.state_dict()
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: it lies in the folder beside the checkpoint, as each rank has it."""
+        """Return {}: the state is in the folder beside the checkpoint, sharded as on the ranks."""
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        """Save Lightning's file, and before it the program's state into a folder beside it."""
+        """Save the program's state into a folder beside Lightning's file, then Lightning's file."""
         filepath = self.broadcast(filepath)
         if "optimizer_states" in checkpoint:
             self.program.save(f"{filepath}{BESIDE}", 1)
@@ -281,15 +298,15 @@ class _Scheduled:
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **more: Any) -> Any:
         """Read Lightning's file; the program's state is read when the program is built."""
-        self._from = str(checkpoint_path)
+        self._checkpoint_path = str(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **more)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take over the program's state, of whatever schedule and number of ranks.
+        """Load the program's state, of any schedule and number of ranks.
 
-        Raises Refusal S691 where another strategy has written the checkpoint.
+        Raises Refusal S691 if another strategy has written the checkpoint.
         """
-        folder = Path(f"{self._from}{BESIDE}")
+        folder = Path(f"{self._checkpoint_path}{BESIDE}")
         if not folder.is_dir():
             raise refused(
                 f"there is no `{folder}`: this checkpoint has no state of a schedule's program",
@@ -302,9 +319,9 @@ class _Scheduled:
 
 
 def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
-    """The module, with the same parts, whose forward is its `training_step`.
+    """Return the module, with the same submodules, with `training_step` as its forward.
 
-    logs  is filled with what the step logs: how, if it is the loss
+    logs  is filled by the step: the arguments of `log` for the loss, None for other values
     """
     kind = type(module)
     inner, takes = kind.forward, inspect.signature(kind.training_step).parameters
@@ -313,31 +330,31 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
         form, batch_idx = _Form(None), 0
         # trainer, epoch and step are those of the module
         _trainer = property(lambda self: module._trainer, lambda self, value: None)
-        _device = property(lambda self: _place(self, module), lambda self, value: None)
+        _device = property(lambda self: _device_of(self, module), lambda self, value: None)
 
         def __call__(self, *args: Any, **batch: Any) -> Any:
-            if "_told" in vars(self):  # `self(x)` inside of its `training_step`
+            if "_logged" in vars(self):  # `self(x)` inside of its `training_step`
                 return inner(self, *args, **batch)
             return super().__call__(*args, **batch)
 
         def forward(self, **batch: Any) -> dict[str, Any]:
-            told: dict[str, Any] = {}
-            self.__dict__["_told"] = told
+            logged: dict[str, Any] = {}
+            self.__dict__["_logged"] = logged
             try:
                 index = (self.batch_idx,) if len(takes) > 2 else ()
                 output = self.training_step(self.form.batch(batch), *index)
             finally:
-                del self.__dict__["_told"]
+                del self.__dict__["_logged"]
             loss = output["loss"] if isinstance(output, Mapping) else output
-            for name, (value, how) in told.items():
+            for name, (value, how) in logged.items():
                 if name not in logs:
                     logs[name] = how if value is loss else None
                     if value is not loss:
-                        _untold(name)
+                        _warn_not_logged(name)
             return {"loss": loss}
 
         def log(self, name: str, value: Any, *args: Any, **how: Any) -> None:
-            self.__dict__["_told"][name] = value, dict(zip(_LOG, args, strict=False)) | how
+            self.__dict__["_logged"][name] = value, dict(zip(_LOG, args, strict=False)) | how
 
         def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **how: Any) -> None:
             for name, value in dictionary.items():
@@ -354,19 +371,19 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _swap(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor a value that may lie elsewhere; it stays the same object."""
+def _swap_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor another value, also on another device; the tensor stays the same object."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
 
 
-def _at(module: nn.Module, path: Sequence[str]) -> nn.Module:
-    """The module at a path, made where there is none."""
+def _submodule(module: nn.Module, path: Sequence[str]) -> nn.Module:
+    """Return the module at a path, made if there is none."""
     for name in path:
         if name not in module._modules:
             module.add_module(name, nn.Module())
@@ -374,22 +391,22 @@ def _at(module: nn.Module, path: Sequence[str]) -> nn.Module:
     return module
 
 
-def _place(step: nn.Module, module: Any) -> torch.device:
+def _device_of(step: nn.Module, module: Any) -> torch.device:
     own: torch.device = module.device
     p = next(step.parameters(), None)
     return own if p is None else p.device
 
 
-def _untold(name: str) -> None:
+def _warn_not_logged(name: str) -> None:
     what = f"`{name}` is not logged: under a schedule only the loss leaves `training_step`"
     warnings.warn(what, stacklevel=2)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of the batches of a loader, and the keyword arguments that they are given as.
+    """The form of a loader's batches, and the keyword arguments that they become.
 
-    kind    type of the batches that consist of parts, else None
+    kind    type of batches that consist of parts, else None
     """
 
     kind: type[Any] | None
@@ -408,7 +425,7 @@ class _Form:
         return {f"batch_{i}": part for i, part in enumerate(batch)}
 
     def batch(self, keywords: Mapping[str, Any]) -> Any:
-        """Return the batch that `keywords` has taken apart."""
+        """Return the batch that `keywords` was made from."""
         if self.kind is None:
             return keywords["batch"]
         if issubclass(self.kind, Mapping):
@@ -417,37 +434,39 @@ class _Form:
         return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
 
 
-def _signs(module: nn.Module) -> dict[str, Any]:
-    """Return numbers that change when somebody writes into a parameter or a buffer."""
+def _versions(module: nn.Module) -> dict[str, Any]:
+    """Return numbers that change with each write into a parameter or a buffer."""
     return {name: (one._version, one.data_ptr()) for name, one in _tensors(module).items()}
 
 
-def _named(kind: type[Any]) -> set[str]:
-    """Return what methods name that `training_step` may call: plain attributes are among it."""
-    own = kind.__mro__[: kind.__mro__.index(_base(kind))]
+def _names_used(kind: type[Any]) -> set[str]:
+    """Return the names used in methods that `training_step` may call; plain attributes are among
+    them."""
+    own = kind.__mro__[: kind.__mro__.index(_lightning_base(kind))]
     codes = [
         value.__code__
         for one in own
         for method, value in vars(one).items()
-        if inspect.isfunction(value) and not method.startswith(_NOT_OF_STEPS)
+        if inspect.isfunction(value) and not method.startswith(_NOT_STEP_METHODS)
     ]
     found: set[str] = set()
     for code in codes:
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # what is inside
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # nested functions
         found |= {*code.co_names}
     return found - {"training"}
 
 
-def _base(kind: type[Any]) -> type[Any]:
-    """Return Lightning's own class of those of which a module's or a callback's is made."""
+def _lightning_base(kind: type[Any]) -> type[Any]:
+    """Return the base class of a module or callback that Lightning defines."""
     return next(one for one in kind.__mro__ if one.__module__.split(".")[0] in _PACKAGES)
 
 
-# -- what is not followed ------------------------------------------------------------------------
+# -- unsupported settings ----------------------------------------------------------------------
 
 
-def _not_followed(trainer: Any, module: Any) -> tuple[str, str] | None:
-    """Return what a schedule cannot follow, and what to write instead."""
+def _find_unsupported(trainer: Any, module: Any) -> tuple[str, str] | None:
+    """Return a setting that a schedule does not support, and what to write instead; None if
+    none."""
     strategy = trainer.strategy
     if not module.automatic_optimization:
         return "`automatic_optimization` is off", "let Lightning's loop call `training_step`"
@@ -463,7 +482,7 @@ def _not_followed(trainer: Any, module: Any) -> tuple[str, str] | None:
     if strategy._layer_sync is not None:
         return "`sync_batchnorm` is not followed under a schedule", "leave it out"
     for one in (module, *trainer.callbacks):
-        base = _base(type(one))
+        base = _lightning_base(type(one))
         for name in _HOOKS:
             if getattr(type(one), name, None) is not getattr(base, name, None):
                 title = f"`{type(one).__name__}.{name}` is not called under a schedule"
@@ -475,12 +494,13 @@ def _not_followed(trainer: Any, module: Any) -> tuple[str, str] | None:
 
 @cache
 def scheduled(kind: type[Any]) -> type[Any]:
-    """A strategy like `DDPStrategy`, or one derived from it, that takes a schedule."""
+    """Return a strategy like `DDPStrategy`, or derived from it, with a schedule."""
     return type("ScheduleStrategy", (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
 
 
 def __getattr__(name: str) -> Any:
-    """`ScheduleStrategy`, made when it is asked for: importing this module imports no Lightning."""
+    """Return `ScheduleStrategy`, made on first use: importing this module does not import
+    Lightning."""
     if name != "ScheduleStrategy":
         raise AttributeError(f"module `schedlang.lightning` has no `{name}`")
     at_hand = [one for one in _PACKAGES if one in sys.modules] or list(_PACKAGES)

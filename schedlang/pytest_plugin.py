@@ -1,7 +1,7 @@
 """pytest plugin: schedule files are tests; each is checked, and proven to equal its model.
 
 `pytest --schedlang examples` collects every `*.sched` below; a file that is named is collected
-without the option.  Nothing else of schedlang is imported before a schedule is collected.
+without the option. Nothing else of schedlang is imported before a schedule is collected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RANKS = pytest.StashKey["Ranks"]()
 
 @pytest.fixture
 def accelerator() -> Iterator[Simulation]:
-    """Simulated devices, `sim:0` and more; a race that a test leaves behind fails it.
+    """Simulated devices `sim:0` and more; a race found at the end fails the test.
 
-    Skipped, with the reason, where they cannot be compiled.
+    Skipped, with the reason, if the devices cannot be compiled.
     """
     from schedlang.testing.accelerator import Unavailable, simulated
 
@@ -42,7 +42,8 @@ def accelerator() -> Iterator[Simulation]:
 
 @pytest.fixture
 def verify_program(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """`schedlang.verify_program`, which fails the test with the report unless all is equal."""
+    """Return `schedlang.verify_program`, which fails the test with the report unless all is
+    equal."""
     from schedlang.equivalence import verify_program as judge
 
     def judged(program: Any, **options: Any) -> Report:
@@ -56,7 +57,7 @@ def verify_program(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options and ini values."""
+    """Add options and ini values."""
     group = parser.getgroup("schedlang", "schedules, proven equal to their models")
     add = group.addoption
     add("--schedlang", action="store_true", help="collect *.sched files")
@@ -105,7 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """A schedule, if schedules are asked for or this one is named."""
+    """Collect a schedule, if schedules are requested or this one is named."""
     if file_path.suffix != ".sched":
         return None
     if not parent.config.getoption("schedlang") and not parent.session.isinitpath(file_path):
@@ -115,23 +116,23 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class SchedFile(pytest.File):
-    """A schedule: what is to be asked about it."""
+    """A schedule, with the examinations to run on it."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """`check` for every file; `lock`, `static` and `verify` for what has rows."""
+        """Yield `check` for every file; `lock`, `static` and `verify` for a file with rows."""
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.verbs import examine
         from schedlang.verbs.lockfile import lock_path
 
-        wish = self._wish()
+        wish = self._make_wish()
         questions = [examine.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
-            line = 0  # `check` says what is wrong with it
+            line = 0  # `check` reports the mistake
         if line and not wish.refused:
-            asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [examine.LOCK] if asked else []
+            needs_lock = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
+            questions += [examine.LOCK] if needs_lock else []
         questions += [examine.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
             questions.append(examine.VERIFY)
@@ -139,45 +140,46 @@ class SchedFile(pytest.File):
             at = line if question in (examine.STATIC, examine.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
-    def _wish(self) -> Wish:
+    def _make_wish(self) -> Wish:
         from schedlang.verbs.examine import Wish
 
         option = self.config.getoption
         return Wish(
             model=self._model(),
-            mesh=self._said("schedlang_mesh") or None,
+            mesh=self._ini_value("schedlang_mesh") or None,
             seed=option("schedlang_seed"),
             dtype=option("schedlang_dtype"),
             world=option("schedlang_world"),
             shrink=option("schedlang_shrink"),
-            refused=self._said("schedlang_refused"),
+            refused=self._ini_value("schedlang_refused"),
             timeout=option("schedlang_timeout"),
         )
 
     def _model(self) -> str | None:
-        """None where a model.py stands beside the schedule; else the first of the ini value."""
+        """Return None if a model.py is beside the schedule; else the first model file of the ini
+        value."""
         if (self.path.parent / "model.py").is_file():
             return None
         for path in self.config.getini("schedlang_model_paths"):
             file = path if path.suffix == ".py" else path / "model.py"
             if file.is_file():
-                return _shown(file)
+                return _relative_path(file)
         return None
 
-    def _said(self, ini: str) -> str:
+    def _ini_value(self, ini: str) -> str:
         """Look up this file in an ini value of lines; names are relative to the rootdir."""
         own = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
         for line in self.config.getini(ini):
-            name, colon, said = (part.strip() for part in line.partition(":"))
-            if not colon or not said:
+            name, colon, value = (part.strip() for part in line.partition(":"))
+            if not colon or not value:
                 raise pytest.UsageError(f"{ini}: `{line}` is not FILE: VALUE")
             if fnmatch.fnmatch(own, name):
-                return str(said)
+                return str(value)
         return ""
 
 
 class SchedItem(pytest.Item):
-    """One question about one schedule."""
+    """One examination of one schedule."""
 
     def __init__(self, *, wish: Wish, line: int, **given: Any) -> None:
         super().__init__(**given)
@@ -185,10 +187,11 @@ class SchedItem(pytest.Item):
         self.outcome: Outcome | None = None
 
     def setup(self) -> None:
-        """Ask.  What could not be checked is an error of the setup: neither passed nor failed."""
+        """Run the examination. An unchecked outcome is an error of the setup: neither passed nor
+        failed."""
         from schedlang.verbs.ending import UNCHECKED
 
-        self.outcome = self._asked()
+        self.outcome = self._examine()
         self.user_properties += self.outcome.facts
         if self.outcome.skipped:
             pytest.skip(self.outcome.skipped)
@@ -196,44 +199,45 @@ class SchedItem(pytest.Item):
             self._fail()
 
     def runtest(self) -> None:
-        """Judge."""
+        """Fail unless the outcome holds."""
         assert self.outcome is not None
         if self.outcome.code:
             self._fail()
         if self.outcome.text:
             self.add_report_section("call", "schedlang", self.outcome.text)
 
-    def _asked(self) -> Outcome:
+    def _examine(self) -> Outcome:
         from schedlang.verbs import examine
 
-        file = Path(_shown(self.path))
+        file = Path(_relative_path(self.path))
         if self.name != examine.VERIFY:
-            asked = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
-            return asked.get(self.name, examine.static)(file, self.wish)
-        with _ranks(self.config) as ranks:
+            examinations = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
+            return examinations.get(self.name, examine.static)(file, self.wish)
+        with _session_ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
 
     def _fail(self) -> NoReturn:
-        """The place as an editor finds it, and all there is to say; no line of this file."""
+        """Fail with the place in an editor's format and the full text, without lines of this
+        file."""
         outcome = self.outcome
         assert outcome is not None
         text = f"{outcome.where}: {self.name} {outcome.word}\n{outcome.text}"
         pytest.fail(text, pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """The schedule, and the line where what is asked about begins."""
+        """Return the schedule, and the first line of the examination."""
         return self.path, self.line - 1, f"{self.name} of {self.path.name}"
 
 
-def _shown(path: Path) -> str:
-    """A path below the working directory relative to it, as a user would type it."""
+def _relative_path(path: Path) -> str:
+    """Return a path below the working directory relative to it, as a user would type it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
 
 @contextmanager
-def _ranks(config: pytest.Config) -> Iterator[Ranks]:
-    """The ranks of this session; workers of pytest-xdist take turns, and leave none behind."""
+def _session_ranks(config: pytest.Config) -> Iterator[Ranks]:
+    """Return the ranks of this session; workers of pytest-xdist take turns, and end their ranks."""
     from schedlang.verbs.examine import Ranks
 
     ranks = config.stash.get(RANKS, None)
@@ -258,12 +262,12 @@ def _ranks(config: pytest.Config) -> Iterator[Ranks]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The report that decides carries the outcome as plain values, also out of a worker."""
+    """Attach the outcome as plain values to the deciding report, also from a worker."""
     report = yield
     decides = call.when == "call" or (call.when == "setup" and not report.passed)
     if decides and isinstance(item, SchedItem) and item.outcome is not None:
         report.schedlang = item.outcome.to_json()  # type: ignore[attr-defined]
-        if item.outcome.skipped:  # what is left out is the schedule, not a line of this file
+        if item.outcome.skipped:  # the skipped place is in the schedule, not in this file
             report.longrepr = (str(item.path), item.line, f"Skipped: {item.outcome.skipped}")
     return report
 
@@ -271,7 +275,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Write, on GitHub, annotations on the lines to blame and a table in the job's summary."""
     if hasattr(config, "workerinput"):
-        return  # a worker of pytest-xdist has a terminal of its own, which nobody sees
+        return  # the terminal of a pytest-xdist worker is not shown
     reports = [report for some in terminalreporter.stats.values() for report in some]
     found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
     if not found:

@@ -1,10 +1,8 @@
-"""Report: what `verify` found, as a value, as JSON, as text for a terminal and as a picture.
+"""Report: the result of `verify` as a value, as JSON, as text for a terminal, and as HTML.
 
-* A report of equivalence as text for a terminal; names are never cut, however narrow it is.
-* Report: what `verify` found, as a value, as JSON and as a table for the terminal.
-* A report of equivalence as a picture: how far each comparison is from its gate, and the verdict.
-  A fragment for notebooks and a page of its own; both need nothing else, in the light and the
-  dark.
+Text never shortens names, however narrow the terminal is. The HTML shows how far each comparison is
+from its gate; as a fragment for notebooks or as a page, it needs no other files, and supports dark
+mode.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
-_SHORT = 36  # characters of a fact that stands beside others
+_SHORT = 36  # characters of a fact that shares a line
 _HEADS = ("vs the original", "compared", "worst", "gate", "verdict")
 Line: TypeAlias = tuple[str, str]  # a style of rich, and the text
 EQUAL = {"exact": "bit by bit", "algebraic": "up to floating-point rounding"}
@@ -34,9 +32,9 @@ WORDS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
 def lines(
     report: Report, width: int = WIDTH, *, verbose: bool = False, more: str = "--verbose"
 ) -> Iterator[Line]:
-    """All lines; `verbose`: also what each condition that was not exercised could hide.
+    """Yield all lines of a report; `verbose` adds what each unexercised condition could hide.
 
-    `more` is where a reader finds that otherwise.
+    `more` names where a reader finds that otherwise.
     """
     if report.title:
         yield "bold", report.title
@@ -64,7 +62,7 @@ def verdict(report: Report) -> str:
 
 
 def equal(equivalence: str) -> str:
-    """Return in words how far the two sides may be apart; names of what is relaxed stand last."""
+    """Describe how far the two sides may differ; names of relaxed rules come last."""
     kind, _, names = equivalence.partition(" ")
     if names:
         return f"to the original under the same relaxed rules {names}"
@@ -72,7 +70,7 @@ def equal(equivalence: str) -> str:
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Short facts side by side, then each that is a sentence on a line of its own."""
+    """Yield short facts side by side, then each long fact on its own line."""
     said = [f"{name} {value}".strip() for name, value in facts]
     short = [one for one in said if len(one) <= _SHORT]
     if short:
@@ -81,7 +79,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(report: Report, width: int) -> Iterator[Line]:
-    """A line for each kind; where names do not fit beside the numbers, they stand below."""
+    """Yield one line for each kind; names that do not fit beside the numbers go below."""
     rows = [(one, _cells(one)) for one in report.summary]
     widths = [max(map(len, column)) for column in zip(_HEADS, *(cells for _, cells in rows))]
     others = sum(widths) - widths[1] + len(GAP) * (len(widths) - 1) + 1
@@ -122,7 +120,7 @@ def _failure(report: Report) -> Iterator[Line]:
 
 
 def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
-    """One line with a hint, or without one a line for each condition with what it could hide."""
+    """Yield one line with a hint; without a hint, a line for each condition."""
     said = [gap.condition for gap in report.gaps]
     if not hint:
         yield from (f" not exercised: {g.condition} (could hide {g.hides})" for g in report.gaps)
@@ -140,9 +138,9 @@ def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
 class Row:
     """One comparison. `error` is relative, at most `gate` if equal; a gate of 0 means bitwise."""
 
-    condition: str  # under which optimizer, batches, clipping
-    kind: str  # what kind of thing: "gradients", "trainable set", ...
-    name: str  # which of them
+    condition: str  # the training run: optimizer, batches, clipping
+    kind: str  # "gradients", "trainable set", ...
+    name: str  # name of the tensor or set
     error: float
     gate: float
     ok: bool
@@ -168,10 +166,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class Bound:
-    """An expectation of the plan's costs; `holds` is None where that cannot be told.
+    """An expectation about the plan's costs; `holds` is None if it cannot be decided.
 
-    `found` is the figure in words, `why` what it is made of and what would lower it.  What is
-    `left` to other verbs is no part of this verdict.
+    `found` is the figure in words, `why` its components and what would lower it. An expectation
+    that is `left` to other verbs does not affect the verdict.
     """
 
     said: str
@@ -188,7 +186,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Summary:
-    """All rows of one kind: what was compared, in words, and what failed or came nearest."""
+    """All rows of one kind: what was compared, and the row that failed or is nearest its gate."""
 
     kind: str
     compared: str
@@ -205,18 +203,18 @@ class Report:
     facts: tuple[tuple[str, str], ...] = ()  # mesh, seed, versions: printed above the table
     equivalence: str = "algebraic"
     gaps: tuple[Gap, ...] = ()
-    unchecked: tuple[str, ...] = ()  # what should have been compared and was not, and why
+    unchecked: tuple[str, ...] = ()  # what could not be compared, and why
     diagnosis: str = ""
     blamed: tuple[str, ...] = ()  # rows of the schedule
     command: str = ""  # repeats this verification
     seconds: float = 0.0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
-    localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: words and their heads
+    localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: (head, text)
     bounds: tuple[Bound, ...] = ()  # what the schedule expects of its costs
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared, everything is equal, and what is expected holds."""
+        """Whether everything was compared and is equal, and all expectations hold."""
         equal = bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
         return equal and all(bound.holds or bound.left for bound in self.bounds)
 
@@ -240,17 +238,17 @@ class Report:
     @property
     def summary(self) -> tuple[Summary, ...]:
         """One line for each kind of thing that was compared, in the order of comparison."""
-        return tuple(_summed(kind, rows) for kind, rows in _kinds(self.rows).items())
+        return tuple(_summarise(kind, rows) for kind, rows in _kinds(self.rows).items())
 
     @property
     def account(self) -> tuple[tuple[str, str], ...]:
-        """Tell of a failure, as heads and words: where, which row, how to repeat it."""
+        """A failure as pairs of head and text: where it is, which row, how to repeat it."""
         first = self.first
         if first is None:
             return ()
         size = f"   error {first.error:.1e}" * math.isfinite(first.error)
         note = "" if any(first.note in text for _, text in self.localised) else first.note
-        told = (
+        pairs = (
             ("first difference", f"{first.place}{size}"),
             ("what", note),
             ("pattern", self.diagnosis),
@@ -258,14 +256,14 @@ class Report:
             *(("to blame", row) for row in self.blamed),
             ("repeat", self.command),
         )
-        return tuple((head, text) for head, text in told if text)
+        return tuple((head, text) for head, text in pairs if text)
 
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
-        """The same report with the rows of the schedule that are to blame."""
+        """Return the report with the rows of the schedule to blame."""
         return replace(self, blamed=rows, diagnosis=diagnosis or self.diagnosis)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; numbers that are not finite become strings."""
+        """Return JSON values; numbers that are not finite become strings."""
         found = asdict(self) | {"ok": self.ok, "exit_code": self.exit_code}
         found["worst"] = None if self.worst is None else asdict(self.worst)
         found["facts"] = dict(self.facts)
@@ -273,9 +271,9 @@ class Report:
         return plain
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
-        """The table and the verdict; `verbose`: also what was not exercised, line by line."""
-        told = lines(self, width, verbose=verbose, more="report.gaps")
-        return "\n".join(text for _, text in told).rstrip()
+        """Return the table and the verdict; `verbose` adds what was not exercised, line by line."""
+        all_lines = lines(self, width, verbose=verbose, more="report.gaps")
+        return "\n".join(text for _, text in all_lines).rstrip()
 
     def __str__(self) -> str:
         return self.text()
@@ -297,8 +295,7 @@ class Report:
 
 
 def _closeness(row: Row) -> float:
-    """Return the ratio of a row's error to its gate; infinite for an error at a gate of 0, or
-    NaN."""
+    """Return the ratio of error to gate; infinite for NaN and for errors at a gate of 0."""
     if math.isnan(row.error):
         return math.inf
     return row.error / row.gate if row.gate else row.error * math.inf if row.error else 0.0
@@ -321,25 +318,25 @@ def _kinds(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     return kinds
 
 
-def _summed(kind: str, rows: list[Row]) -> Summary:
+def _summarise(kind: str, rows: list[Row]) -> Summary:
     failed = [row for row in rows if not row.ok]
     worst = failed[0] if failed else max(rows, key=_closeness)
     names = {row.name for row in rows}
     good = len(names - {row.name for row in failed})
-    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
+    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _describe_single(worst)
     detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
     if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
         detail = ", ".join(dict.fromkeys(row.name for row in rows))
     return Summary(kind, detail, worst, not failed)
 
 
-def _single(row: Row) -> str:
+def _describe_single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
 
 
-LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
+LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades of a scale, and its width in points
 HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
-# Okabe and Ito's blue and vermilion; what fails has another mark, and a word
+# Okabe and Ito's blue and vermilion; a failure also has another mark, and a word
 STYLE = (
     ".eq{font:14px system-ui,sans-serif;color:#1f2328;background:#fff;padding:1px 0}"
     ".eq h1{font-size:20px;font-weight:600;margin:.6em 0 .3em}"
@@ -365,13 +362,18 @@ STYLE = (
 
 
 def fragment(report: Report) -> str:
-    """The report as HTML inside of another page."""
-    parts = [*_head(report), *_table_picture(report), *_failure_picture(report), *_rest(report)]
+    """Return the report as HTML for another page."""
+    parts = [
+        *_head_html(report),
+        *_table_html(report),
+        *_failure_html(report),
+        *_notes_html(report),
+    ]
     return f'<div class="eq"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
 def page(report: Report) -> str:
-    """The report as one self-contained page."""
+    """Return the report as one self-contained HTML page."""
     title = html.escape(report.title or "equivalence")
     style = (
         "body{margin:2em auto;max-width:1100px;padding:0 1em;background:#fff}"
@@ -384,7 +386,7 @@ def page(report: Report) -> str:
     )
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head_html(report: Report) -> Iterator[str]:
     if report.title:
         yield f"<h1>{html.escape(report.title)}</h1>"
     kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
@@ -394,9 +396,9 @@ def _head(report: Report) -> Iterator[str]:
         yield f'<p class="s">{html.escape(said)}</p>'
 
 
-def _table_picture(report: Report) -> Iterator[str]:
+def _table_html(report: Report) -> Iterator[str]:
     heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
-    kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # which a phone does without
+    kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # hidden on phones
     cells = "".join(f'<th class="{kinds.get(h, "")}">{html.escape(h)}</th>' for h in heads)
     yield f'<div class="frame"><table><tr>{cells}</tr>'
     for one in report.summary:
@@ -411,8 +413,8 @@ def _table_picture(report: Report) -> Iterator[str]:
 
 
 def _scale(one: Summary) -> str:
-    """Draw where the error lies: a dot, or a cross beyond the gate; none is the left end."""
-    x, gate = _at(one.worst.error), _at(one.worst.gate)
+    """Draw the error as a dot, or as a cross beyond the gate; an error of 0 is at the left end."""
+    x, gate = _scale_x(one.worst.error), _scale_x(one.worst.gate)
     said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
     mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'
     if not one.ok:
@@ -426,15 +428,15 @@ def _scale(one: Summary) -> str:
     )
 
 
-def _at(error: float) -> float:
-    """The place of a relative error; what is no number lies at the right end."""
+def _scale_x(error: float) -> float:
+    """Return the x of a relative error; NaN and infinity are at the right end."""
     if not error:
         return 0.0
     decade = math.log10(error) if 0 < error < math.inf else HIGH
     return WIDE * (min(max(decade, LOW), HIGH) - LOW) / (HIGH - LOW)
 
 
-def _failure_picture(report: Report) -> Iterator[str]:
+def _failure_html(report: Report) -> Iterator[str]:
     rows = "".join(
         f'<tr><td class="different">{html.escape(name)}</td>'
         f"<td><code>{html.escape(text)}</code></td></tr>"
@@ -444,9 +446,9 @@ def _failure_picture(report: Report) -> Iterator[str]:
         yield f"<table>{rows}</table>"
 
 
-def _rest(report: Report) -> Iterator[str]:
+def _notes_html(report: Report) -> Iterator[str]:
     for bound in report.bounds:
-        yield _bound(bound)
+        yield _bound_html(bound)
     for what in report.unchecked:
         yield f'<p class="open">not checked: {html.escape(what)}</p>'
     for gap in report.gaps:
@@ -454,6 +456,6 @@ def _rest(report: Report) -> Iterator[str]:
         yield f'<p class="s">{html.escape(words)}</p>'
 
 
-def _bound(bound: Bound) -> str:
+def _bound_html(bound: Bound) -> str:
     why = "".join(f"<br>{html.escape(text)}" for text in bound.why)
     return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{why}</p>'

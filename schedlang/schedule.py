@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from schedlang.runtime.waiting import Waiting
 
 
-def _made(
+def _build_program(
     plan: Plan, options: Mapping[str, Any], batch: Mapping[str, Any], local: bool = False
 ) -> Program:
-    """Build the program of a plan, looked at as far as that takes about a second."""
+    """Build the program of a plan, after all checks that take about a second."""
     from schedlang.passes.lower.build import build
     from schedlang.passes.simulate.expected import demand
     from schedlang.passes.simulate.gains import gained
@@ -72,10 +72,10 @@ def _made(
 
     def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
         check_sums(plan, batch, found, loss=loss, local=local)
-        if not local:  # rows of one rank are no whole that parts could be compared with
+        if not local:  # one rank's rows are not the full batch to compare with
             cheaply(plan, batch, found, loss=loss, weight=weight)
 
-    with as_before(loss):  # what it counts, and draws, begins with the first step
+    with as_before(loss):  # its counters and random draws start with the first step
         demand(plan, whole, loss, weight)
         gained(plan, whole)
         program = build(plan, batch, local=local, check=check, **options)
@@ -84,13 +84,14 @@ def _made(
 
 @at_the_callers_line()
 def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
-    """An empty schedule for a model, or the one of a file.  The model is read, never changed."""
+    """Return an empty schedule for a model, or the one of a file. The model is read, never
+    changed."""
     return load(file, model) if file is not None else Schedule(model)
 
 
 @at_the_callers_line()
 def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
-    """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it.
+    """Return the schedule of a file for a model, with these knobs. Refuses every mistake in it.
 
     A text of several lines is the schedule itself, not the path of its file.
     """
@@ -105,7 +106,7 @@ class Scope:
         self._schedule, self._roots = schedule, tuple(roots)
 
     def __getitem__(self, path: str) -> Cursor:
-        """The modules that `path` names, relative to this scope."""
+        """Return the modules that `path` names, relative to this scope."""
         return Cursor(self._schedule, self._roots, path_of(path))
 
     def __getattr__(self, name: str) -> Caller:
@@ -128,7 +129,8 @@ class Scope:
     def at(
         self, *paths: str, where: str | None = None, except_: str | Sequence[str] = ()
     ) -> Iterator[Scope]:
-        """A scope of the modules that `paths` name; its rows are taken back if the block raises."""
+        """Open a scope of the modules that `paths` name; its rows are undone if the block
+        raises."""
         span = python_span()
         excluded = [except_] if isinstance(except_, str) else except_
         node = n.At(
@@ -145,7 +147,7 @@ class Scope:
 
 @at_their_callers_lines
 class Schedule(Scope):
-    """A model and what is to be done with it.
+    """A model and what to do with it.
 
     `sch["path"].primitive(...)`, `sch.primitive(...)`, `with sch.at(...)`, `with sch.step(...)`.
     The only mutable object of the language; `plan()` is an immutable value at any time.
@@ -173,7 +175,7 @@ class Schedule(Scope):
         self._undone: list[list[Any]] = []
         super().__init__(self, ("",))
 
-    # ---- what it knows ------------------------------------------------------------------
+    # ---- the plan -----------------------------------------------------------------------
 
     @property
     def model(self) -> lift.Facts:
@@ -192,7 +194,7 @@ class Schedule(Scope):
     ) -> Report:
         """Compare with the model on local ranks, in float64: `schedlang.verify(sch, batch=batch)`.
 
-        Takes what `schedlang.verify` takes.  `sch.row("verify", "forward")` adds a row.
+        Takes the arguments of `schedlang.verify`. `sch.row("verify", "forward")` adds a row.
         """
         from schedlang.equivalence import verify
 
@@ -210,40 +212,40 @@ class Schedule(Scope):
 
     @property
     def grade(self) -> frozenset[str]:
-        """Return the properties in which the result may differ from the model's, as `rounding`,
+        """The properties in which the result may differ from the model's, such as `rounding` or
         `dtype`."""
         return self.plan().gives_up
 
     @property
     def tree(self) -> n.File:
         """The schedule as syntax."""
-        return self._of(self._stack[0])
+        return self._file_of(self._stack[0])
 
-    def _of(self, items: Sequence[Any]) -> n.File:
+    def _file_of(self, items: Sequence[Any]) -> n.File:
         return replace(self._file, items=tuple(items))
 
     def to_sched(self, fold: bool = False) -> str:
-        """The schedule as the text of a file, in canonical form.
+        """Return the schedule as the text of a file, in canonical form.
 
-        fold   rows that say the same of `h.0` to `h.11` become one, wherever the plan stays so
+        fold   equal rows for `h.0` to `h.11` become one, where the plan stays the same
         """
         known, items = (self.plan(), self._facts, self._settings), self._stack[0]
-        made = folded(items, lambda new: comes_to(self._of(new), *known)) if fold else items
-        return printer.to_text(self._of(made))
+        made = folded(items, lambda new: comes_to(self._file_of(new), *known)) if fold else items
+        return printer.to_text(self._file_of(made))
 
     def to_json(self) -> dict[str, object]:
-        """Decisions and actions, for machines."""
+        """Return decisions and actions as plain values."""
         from schedlang.passes.elaborate.record import record
 
         return record(self.plan())
 
     def _repr_html_(self) -> str:
-        """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
+        """Return the plan as a picture for notebooks: placements on the model's tree, and
+        memory."""
         return self.plan()._repr_html_()
 
     def warnings(self) -> list[Diagnostic]:
-        """Return warnings about what has no effect, or is not verified as usual; none is an
-        error."""
+        """Return warnings about rows without effect, or not verified as usual; none is an error."""
         return lint(self.tree, self._state)
 
     def why(self, fqn: str) -> str:
@@ -251,8 +253,8 @@ class Schedule(Scope):
         return why(self.plan(), self.tree, str(fqn))
 
     def diff(self, other: Schedule | Plan) -> Difference:
-        """Return the differences of this schedule from another, action by action; refuse others
-        (S618)."""
+        """Return the differences to another schedule or plan, action by action; refuse S618
+        others."""
         other = other.plan() if isinstance(other, Schedule) else other
         if not hasattr(other, "actions"):
             title = f"a schedule is compared with a schedule or a plan, not with {kind_of(other)}"
@@ -276,29 +278,30 @@ class Schedule(Scope):
         ranks: Sequence[int] | None = None,
         **unknown: object,
     ) -> Program | Waiting:
-        """This rank's program, in the running job (torchrun's) or a world of one.
+        """Return this rank's program, in the running job (torchrun's) or a world of one.
 
         batch      keyword arguments of the model for one whole step; only shapes count.  Without
                    it the program is built at its first `train_step` or `eval_step`: until then it
                    has no `optimizer` for an LR scheduler, no `module`, and can load nothing
-        loss       loss(output, batch), where the model returns none
+        loss       loss(output, batch), for a model that returns no loss
         optimizer  a function from (name, parameter) pairs to an optimizer
         clip       bound for the global norm of the gradients
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
-        seed       of dropout's masks; alone it asks for logical ones
+        seed       of dropout's masks; alone it selects logical ones
         dropout    "native": as torch draws, seeded by each step, the default of several ranks;
-                   "logical": masks that do not depend on the layout, as `verify` has them
-        compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
-                   program is built from, initial weights too, and the batch of the first step;
+                   "logical": masks that do not depend on the layout, as in `verify`
+        compare    what the ranks of a job compare, and refuse where it differs: "build", all
+                   inputs of the build, initial weights too, and the batch of the first step;
                    "batches", that of each step and the optimizer's settings; "nothing"
-        wait       seconds in which all ranks come here; then those that are there refuse
-        weights    the path of files of safetensors (one, or a folder with an index), or of what
-                   `save` has written: each rank reads its parts, and the model needs no values
-        ranks      those of the job that the program is for, rising, where it is not for all: only
-                   these build it, and call what it offers
-        A model whose parts of a batch do not make the whole (batch norm, a sum as the loss) is
-        refused as `verify` refuses it, where that is found out in about a second: a larger one is
-        verified before it is trained
+        wait       seconds in which all ranks must call `build`; then those that did refuse
+        weights    the path of safetensors files (one, or a folder with an index), or of a
+                   checkpoint of `save`: each rank reads its shards, and the model needs no values
+        ranks      the ranks of the job that run the program, ascending, if not all: only these
+                   build it, and call its methods
+
+        A model for which the parts of a batch do not give the full batch's result (batch norm, a
+        sum as the loss) is refused as by `verify`, if that is found within about a second: verify a
+        larger model before training.
         """
         from schedlang.passes.analyze.taking import check_options
         from schedlang.passes.lower.build import check_job
@@ -318,7 +321,7 @@ class Schedule(Scope):
         )
         plan = self.plan()
         check_options(args, unknown, {"batch": batch, **options})
-        made = on_ranks(ranks)(partial(_made, plan, options))
+        made = on_ranks(ranks)(partial(_build_program, plan, options))
         with on_ranks(ranks):
             if batch is not None:
                 return made(batch)
@@ -341,15 +344,15 @@ class Schedule(Scope):
     ) -> Found:
         """Become the schedule that trains the model fastest, as `schedlang tune` finds it.
 
-        batch    keyword arguments of the model; `rows` of a step, by default those of it
-        on       "h100x64", or a machine of your own; `ranks` where it does not say how many
-        dtype    beside masters in 32 bits: "bf16", "fp16", or "" as the model is stored
+        batch    keyword arguments of the model; `rows` of a step, by default those of `batch`
+        on       "h100x64", or your own machine; `ranks` if the name does not include the number
+        dtype    of the computation, master weights in 32 bits: "bf16", "fp16", or "": as stored
         pin      values that a name may have: `pin={"tp": (2, 4)}`; `forbid`, `least` likewise
-        planner  the name of one of the literature, which is asked instead
-        Of what the schedule says already only its lines of `search` bind.  The result says what
-        was rejected, and why.  Where nothing fits its `best` is None, and the schedule stays.
-        Raises Refusal S109 for an unknown machine, S106 for a name that there is not, and what
-        refuses the model.
+        planner  the name of a planner of the literature to use instead
+
+        Of the existing schedule only its lines of `search` apply. The result has what was rejected,
+        and why. Where nothing fits its `best` is None, and the schedule stays unchanged. Raises
+        Refusal S109 for an unknown machine, S106 for an unknown name, and what refuses the model.
         """
         from schedlang.passes.planner.named import found_of, planner_named
         from schedlang.passes.planner.profile import Profiles
@@ -360,8 +363,8 @@ class Schedule(Scope):
             title = "`search` inside an open step or scope"
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         limits = self._state.limits
-        for how, asked in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
-            for name, value in (asked or {}).items():
+        for how, by_name in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
+            for name, value in (by_name or {}).items():
                 values = value if isinstance(value, tuple | list) else (value,)
                 limits = limits.limited(how, name, tuple(values))
         if planner is not None:
@@ -384,7 +387,8 @@ class Schedule(Scope):
         choices: Sequence[object] | None = None,
         range: tuple[object, object] | None = None,
     ) -> lift.Remembered:
-        """A parameter of the schedule with its domain; a value that remembers its name."""
+        """Declare a parameter of the schedule with its domain; return a value that remembers its
+        name."""
         span = python_span()
         kinds = {bool: "bool", int: "int", float: "float"}
         domain: n.Expr | n.Interval | None = None
@@ -397,7 +401,7 @@ class Schedule(Scope):
         return lift.Remembered(n.Name((name,)), lambda: self._state.names)
 
     def mesh(self, on: str | None = None, *more: object, **axes: object) -> None:
-        """Named axes, slowest first; the size "_" is the rest of the ranks."""
+        """Declare named axes, slowest first; the size "_" is the rest of the ranks."""
         span = python_span()
         if more or not isinstance(on, str | None):
             title = f"the axes of a mesh are named, not {kind_of(more[0] if more else on)}"
@@ -405,13 +409,16 @@ class Schedule(Scope):
         self._declare(lift.mesh(axes, on, span))
 
     def view(self, name: str, of: str | Sequence[str], size: object | None = None) -> None:
-        """A second name for several axes folded together."""
+        """Declare a second name for several axes folded together."""
         span = python_span()
-        said = lift.lift(size, span) if size is not None else None
-        self._declare(n.View(name, said, (of,) if isinstance(of, str) else tuple(of), span=span))
+        size_node = lift.lift(size, span) if size is not None else None
+        self._declare(
+            n.View(name, size_node, (of,) if isinstance(of, str) else tuple(of), span=span)
+        )
 
     def require(self, test: lift.Remembered | str | bool) -> None:
-        """A condition on knobs, mesh and model; a plain bool is checked and not recorded."""
+        """Declare a condition on knobs, mesh and model; a plain bool is checked and not
+        recorded."""
         span = python_span()
         if isinstance(test, bool):
             if not test:
@@ -421,18 +428,18 @@ class Schedule(Scope):
         self._declare(n.Require(node, span=span))
 
     def pattern(self, text: str) -> None:
-        """A subgraph with a name: `sch.pattern("bias_gelu(x, b) { gelu(x + b) }")`."""
+        """Declare a named subgraph: `sch.pattern("bias_gelu(x, b) { gelu(x + b) }")`."""
         span = python_span()
         self._declare(n.placed(patterns.node_of(text), span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
-        """Bring in a library's definitions or a base's steps, relative to the working directory."""
+        """Use a library's definitions or a base's steps, relative to the working directory."""
         span = python_span()
         args = tuple(n.Keyword(k, lift.lift(v, span), span=span) for k, v in knobs.items())
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
 
     def expect(self, test: str, on: str | None = None) -> None:
-        """A bound on what the plan costs; `plan`, `verify`, `run` and `build` hold it to that."""
+        """Declare a bound on the plan's costs; `plan`, `verify`, `run` and `build` check it."""
         span = python_span()
         self._declare(n.Expect(parse_expr(test, span), on, span=span))
 
@@ -455,7 +462,8 @@ class Schedule(Scope):
 
     @contextmanager
     def step(self, name: str, relax: str | Sequence[str] = ()) -> Iterator[Schedule]:
-        """A phase that may give up what `relax` names; if the block raises, all is taken back."""
+        """Open a step that may give up the properties in `relax`; if the block raises, all is
+        undone."""
         span = python_span()
         relaxed: tuple[Any, ...] = (
             tuple(relax) if isinstance(relax, Iterable) and relax != str(relax) else (relax,)
@@ -474,21 +482,21 @@ class Schedule(Scope):
             yield self
 
     def undo(self, to: str | int | None = None) -> None:
-        """Take back the last row, the last `to` rows, or all from the start of the step `to` on.
+        """Undo the last row, the last `to` rows, or all from the start of the step `to` on.
 
-        More rows than there are leave mesh, knobs and what else was declared; `redo` brings back.
+        More rows than exist leave only mesh, knobs and other declarations; `redo` restores.
         """
         if len(self._stack) > 1:
             title = "`undo` inside an open step or scope"
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         items = self._stack[0]
         if to is None or isinstance(to, int) and to >= 0:
-            for taken in range(1 if to is None else to):
+            for count in range(1 if to is None else to):
                 rows = any(isinstance(x, (n.Step, n.Override, *get_args(n.Stmt))) for x in items)
-                if not items or taken and not rows:
+                if not items or count and not rows:
                     break
                 items = without_last(items)
-            self._take_back(items)
+            self._undo_to(items)
             return
         if not isinstance(to, str):
             title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
@@ -502,10 +510,10 @@ class Schedule(Scope):
             facts, label = unknown(to, steps), Label(python_span())
             raise Refusal.of("S113", title, label, helps=helps, facts=facts)
         place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
-        self._take_back(items[:place])
+        self._undo_to(items[:place])
 
     def redo(self) -> None:
-        """Bring back what the last `undo` took, unless something was added since."""
+        """Restore what the last `undo` removed, unless something was added since."""
         if not self._undone or len(self._stack) > 1:
             title = "`redo` inside an open step or scope" if self._undone else "nothing was undone"
             helps = ("close it first",) if self._undone else ("rows added since `undo` end it",)
@@ -513,7 +521,7 @@ class Schedule(Scope):
         self._replay(self._undone[-1], self._settings)
         self._undone.pop()
 
-    def _take_back(self, items: Sequence[Any]) -> None:
+    def _undo_to(self, items: Sequence[Any]) -> None:
         before = self._stack[0]
         self._replay(items, self._settings)
         if len(items) != len(before) or items != before:
@@ -528,7 +536,7 @@ class Schedule(Scope):
         return current(self._selector, self._state).scope(node, roots, self._state.names)
 
     def _run(self, action: Callable[[Expander], None], span: Span) -> None:
-        """Execute on the state; a refusal leaves everything as it was and has a place."""
+        """Execute on the state; a refusal leaves the state unchanged and gets a place."""
         runner = Expander(self._state, self._selector)
         action(runner)
         if runner.problems:
@@ -555,7 +563,7 @@ class Schedule(Scope):
     def _block(
         self, close: Callable[[n.Block], Any], opened: State | None = None
     ) -> Iterator[None]:
-        """Collect the rows of a block; `close` makes its node; an exception takes all back."""
+        """Collect the rows of a block; `close` makes its node; an exception undoes them."""
         before, depth = self._state, len(self._stack)
         self._state = opened or before
         self._stack.append([])
@@ -571,8 +579,8 @@ class Schedule(Scope):
         self._stack[-1].append(close(n.Block(tuple(body))))
 
     def _replay(self, items: Sequence[Any], settings: Settings) -> None:
-        """Execute all items anew; only then do they become this schedule."""
-        self._state = expand(self._of(items), self._facts, settings)
+        """Execute all items anew; only on success they become this schedule."""
+        self._state = expand(self._file_of(items), self._facts, settings)
         self._stack, self._settings = [list(items)], settings
 
     def __dir__(self) -> list[str]:

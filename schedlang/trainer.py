@@ -1,7 +1,7 @@
-"""Trainer: a loop around `program.train_step` in the open, each part of which can be replaced.
+"""Trainer: a loop around `program.train_step`; each part of it can be replaced.
 
-It builds the program of a schedule, goes on from the last checkpoint of a folder, takes batches,
-steps, and at times that it is given looks at the loss, evaluates and saves.  What it tells goes to
+The trainer builds the program of a schedule, continues from the last checkpoint of a folder, takes
+batches and steps, and at given intervals logs the loss, evaluates and saves. It reports to
 callbacks: plain objects with some of the methods `on_begin`, `on_step`, `on_log`, `on_evaluate`,
 `on_save`, `on_end`, each called with the trainer (and the figures), on every rank.
 """
@@ -40,39 +40,39 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Any]
 Figures = dict[str, float]  # by name; `step` is among them
 ON_SPIKE = ("stop", "skip", "roll back")
-ROLLS = 3  # times that a run rolls back without a checkpoint in between
-MEMORY = 0.9  # of the running mean of losses, at each look
+ROLLS = 3  # roll-backs of a run without a checkpoint in between
+MEMORY = 0.9  # decay of the running mean of losses, per log
 
 
 @at_their_callers_lines
 @dataclass(eq=False)
 class Trainer:
-    """A run: a model under a schedule, data, and how far it goes.
+    """A run: a model under a schedule, data, and the length of the run.
 
     schedule        a `Schedule`, the path of a file, or its text
-    model           the module, or what `deferred_init` has made; the same on every rank
-    data            batches, each the keyword arguments of the model for one step, begun again when
-                    they end.  Whole batches, alike on all ranks, or (`local`) this rank's own rows
-    steps           the step after which the run ends, those of before it was stopped included
+    model           the module, or the result of `deferred_init`; the same on every rank
+    data            batches, each the keyword arguments of the model for one step, restarted at
+                    their end.  Full batches, equal on all ranks, or (`local`) this rank's own rows
+    steps           the step after which the run ends, counted from the first start of the run
     optimizer       a function from (name, parameter) pairs to an optimizer
-    scheduler       a function from that to a scheduler of torch, stepped once a step
-    loss            loss(output, batch), where the model returns none
+    scheduler       a function from the optimizer to a scheduler of torch, stepped once a step
+    loss            loss(output, batch), for a model that returns no loss
     clip            bound for the global norm of the gradients
-    folder          of checkpoints: the run goes on from the last, and saves every `save_every`
-                    steps (in the background, but with `wait`) and at its end; `keep` of them stay
-    evaluation      batches whose mean loss is told every `evaluate_every` steps
-    log_every       steps between two looks at the loss, for which the host waits
-    on_spike        of a loss that is not finite, or above `spike` times its running mean: "stop"
-                    at the look that finds it; "roll back" there to the last checkpoint, and go on
-                    with the data that follow; "skip" the update of that very step, for which the
+    folder          of checkpoints: the run continues from the last, and saves every `save_every`
+                    steps (in the background, unless `wait`) and at its end; `keep` of them stay
+    evaluation      batches whose mean loss is reported every `evaluate_every` steps
+    log_every       steps between two logs of the loss, for which the host waits
+    on_spike        for a loss that is not finite, or above `spike` times its running mean: "stop"
+                    at the log that finds it; "roll back" there to the last checkpoint, and continue
+                    with the following data; "skip" the update of that very step, for which the
                     host waits for the loss in each step
-    callbacks       what is told of the run; default: a line for each look, on the first rank
-    accept          go on although the schedule is another than that of the checkpoint
-    elastic         the job may have other ranks at each start: the planner sets the knobs that are
-                    named, or else those that size the mesh or say `micro=`, for the quickest step
+    callbacks       receive the events of the run; default: a line for each log, on the first rank
+    accept          continue even if the schedule differs from that of the checkpoint
+    elastic         the job may have other ranks at each start: the planner sets the named knobs,
+                    or else those that size the mesh or say `micro=`, for the fastest step
     build           further arguments of `Schedule.build`
 
-    Raises Refusal S691 for arguments that do not go together.
+    Raises Refusal S691 for arguments that contradict each other.
     """
 
     schedule: Schedule | str | os.PathLike[str]
@@ -98,45 +98,48 @@ class Trainer:
     elastic: bool | Sequence[str] = False
     build: Mapping[str, Any] = field(default_factory=dict)
     program: Program = field(init=False)
-    skipped: int = field(default=0, init=False)  # updates that were left out
+    skipped: int = field(default=0, init=False)  # number of skipped updates
     rolled_back: int = field(default=0, init=False)
-    rate: float | None = field(default=None, init=False)  # of the last step, where it is scheduled
+    rate: float | None = field(
+        default=None, init=False
+    )  # learning rate of the last step, with a scheduler
     meter: Meter = field(default_factory=Meter, init=False)
-    _mean: float = field(default=math.nan, init=False)  # of the losses that were looked at
+    _mean: float = field(default=math.nan, init=False)  # running mean of the losses
     _lr: Any = field(default=None, init=False)
     _stream: Stream = field(init=False)
     _saved_at: int = field(default=-1, init=False)
     _setting: dict[str, Any] | None = field(default=None, init=False)  # chosen for these ranks
 
     def __post_init__(self) -> None:
-        if found := self._wrong():
+        if found := self._find_mistake():
             raise refused(*found)
-        self.schedule = self._scheduled()
+        self.schedule = self._load_schedule()
         if self.callbacks is None:
             self.callbacks = (Console(),)
 
     # -- the run ---------------------------------------------------------------------------------
 
     def fit(self) -> Program:
-        """Train to `steps`, from the last checkpoint of the folder if it has one; the program.
+        """Train to `steps`, from the last checkpoint of the folder if there is one; return the
+        program.
 
-        All ranks together.  Raises Refusal S692 for data that end before, S693 for another schedule
-        than the checkpoint's, S694 for a loss that is not finite where the run is to stop.
+        All ranks together. Raises Refusal S692 for data that end before, S693 for another schedule
+        than the checkpoint's, S694 for a loss that is not finite with `on_spike="stop"`.
         """
-        self._start()
-        self._tell("on_begin")
+        self._start_run()
+        self._notify("on_begin")
         try:
             self._train()
         finally:
-            self._tell("on_end")
+            self._notify("on_end")
         return self.program
 
     def _train(self) -> None:
-        program, every = self.program, self._called("on_step")
+        program, every = self.program, self._callbacks_with("on_step")
         if self.on_spike == "roll back" and self._saved_at < 0:
             self.save()
         self.meter.begin(program.step)
-        times, due = program.dp_size if self.local else 1, self._due()
+        times, due = program.dp_size if self.local else 1, self._next_due()
         while program.step < self.steps:
             batch = self._next()
             loss = program.train_step(batch, local=self.local)
@@ -147,22 +150,22 @@ class Trainer:
             for tell in every:
                 tell(self)
             if program.step >= due:
-                self._look(loss)
-                due = self._due()
+                self._do_due(loss)
+                due = self._next_due()
         if self.folder is not None and self._saved_at != program.step:
             self.save()
         program.saved()
 
     def save(self) -> None:
-        """Save a checkpoint with all that the run needs to go on; all ranks together."""
+        """Save a checkpoint with everything that the run needs to continue; all ranks together."""
         assert self.folder is not None
         with inside():
             self.program.save(self.folder, self.keep, wait=self.wait, beside=self._state())
         self._saved_at = self.program.step
-        self._tell("on_save")
+        self._notify("on_save")
 
     def evaluate(self) -> Figures:
-        """Return the mean loss of the evaluation's batches, each by its weight; all ranks."""
+        """Return the mean loss of the evaluation's batches, weighted; all ranks together."""
         from schedlang.runtime.batch import moved
 
         total = weights = 0.0
@@ -180,9 +183,12 @@ class Trainer:
 
     # -- before the first step -------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """The program, and where it goes on: data, scheduler and generators before the first batch
-        is taken, parameters when there is a program."""
+    def _start_run(self) -> None:
+        """Build the program and restore the run.
+
+        Data, scheduler and generators are restored before the first batch is taken, parameters once
+        the program exists.
+        """
         from schedlang.runtime.checkpointing import archive
         from schedlang.runtime.checkpointing.position import (
             Ended,
@@ -199,24 +205,24 @@ class Trainer:
         assert isinstance(sch, Schedule)
         met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
-        last = told = None
+        last = saved_state = None
         if self.folder is not None:
             last = met.first(schedlang.last_checkpoint(self.folder))
         if last is not None:
-            told = archive.beside(last, world.rank()) or archive.beside(last)
+            saved_state = archive.beside(last, world.rank()) or archive.beside(last)
             if not self.accept:
-                check_same(told, sch.to_sched(), last)
-            if told is not None:
-                check_parts(told, self._parts(), last)
+                check_same(saved_state, sch.to_sched(), last)
+            if saved_state is not None:
+                check_parts(saved_state, self._data_parts(), last)
         try:
-            if told is not None:
-                self._stream.go_to(told["place"])
+            if saved_state is not None:
+                self._stream.go_to(saved_state["place"])
             first = self._stream.look()
         except Ended:
-            raise self._ended(0) from None
+            raise self._refuse_ended(0) from None
         now = generators(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
+        self.schedule, self._setting, drawing = met.fitted(self, sch, first, saved_state)
         with inside():
             built: Any = self.schedule.build(batch=None if self.local else first, **drawing | given)
             self.program = built
@@ -228,9 +234,9 @@ class Trainer:
             if last is not None:
                 self.program.load(last)
                 self._saved_at = self.program.step
-        if told is not None:
-            self._mean = told["mean"]
-            scheduled_on(self._lr, told["scheduler"])
+        if saved_state is not None:
+            self._mean = saved_state["mean"]
+            scheduled_on(self._lr, saved_state["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly
@@ -239,19 +245,20 @@ class Trainer:
                     "updates cannot be skipped: rows change what is kept from step to step before",
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
                 )
-            self.program.allowed = self._allowed
+            self.program.allowed = self._may_update
 
-    def _scheduled(self) -> Schedule:
+    def _load_schedule(self) -> Schedule:
         if isinstance(self.schedule, Schedule):
             return self.schedule
         from schedlang.runtime.comm import world
 
-        # alone it is a job of one; an elastic one has its setting when the ranks are there
+        # without a job: one rank; an elastic run sets its size when all ranks have arrived
         size = None if self.elastic else job_size() or world.size()
         return Schedule(self.model, parse(given(self.schedule)), Settings(world=size))
 
-    def _parts(self) -> int:
-        """The parts that the data are read in: one, where every rank has whole batches."""
+    def _data_parts(self) -> int:
+        """Return the number of parts that the data are read in; 1 where every rank has full
+        batches."""
         assert isinstance(self.schedule, Schedule)
         return self.schedule.plan().shares if self.local else 1
 
@@ -261,7 +268,7 @@ class Trainer:
         assert isinstance(self.schedule, Schedule)
         return {
             "place": self._stream.state(),
-            "parts": self._parts(),
+            "parts": self._data_parts(),
             "scheduler": None if self._lr is None else self._lr.state_dict(),
             "mean": self._mean,
             "schedule": self.schedule.to_sched(),
@@ -277,59 +284,62 @@ class Trainer:
         try:
             return next(self._stream)
         except Ended:
-            raise self._ended(self.program.step) from None
+            raise self._refuse_ended(self.program.step) from None
 
-    def _due(self) -> int:
-        """The next step at which there is something to do but to train."""
+    def _next_due(self) -> int:
+        """Return the next step with something to do besides training."""
         step = self.program.step
-        every = [n for n in (self.log_every, self._saves(), self.evaluate_every) if n]
+        every = [n for n in (self.log_every, self._save_interval(), self.evaluate_every) if n]
         return min([self.steps, *(step - step % n + n for n in every)])
 
-    def _saves(self) -> int:
+    def _save_interval(self) -> int:
         return self.save_every if self.folder is not None else 0
 
-    def _look(self, loss: Tensor) -> None:
-        """Do what is due after this step: the look at the loss first: nothing bad is saved."""
+    def _do_due(self, loss: Tensor) -> None:
+        """Do what is due after this step; check the loss first, so that no bad state is saved."""
         step = self.program.step
         value = float(loss)
-        if self.on_spike != "skip" and self._bad(value, self.program.grad_norm):
-            self._spiked(value)
+        if self.on_spike != "skip" and self._is_spike(value, self.program.grad_norm):
+            self._handle_spike(value)
             return
         if self.on_spike != "skip":
-            self._note(value)
+            self._update_mean(value)
         if step % self.log_every == 0 or step == self.steps:
-            self._tell("on_log", self.meter.figures(self, value))
+            self._notify("on_log", self.meter.figures(self, value))
         if self.evaluate_every and step % self.evaluate_every == 0:
-            self._tell("on_evaluate", self.evaluate())
-        if self._saves() and step % self.save_every == 0:
+            self._notify("on_evaluate", self.evaluate())
+        if self._save_interval() and step % self.save_every == 0:
             self.save()
             self.rolled_back = 0
 
-    # -- losses that are not as they should be ---------------------------------------------------
+    # -- spikes of the loss ----------------------------------------------------------------------
 
-    def _bad(self, loss: float, norm: float | None) -> bool:
-        """Return whether a loss is not finite, or far above those of before.  The norm of gradients
-        counts, too, but under a loss scale, which has its own rule for it."""
+    def _is_spike(self, loss: float, norm: float | None) -> bool:
+        """Return whether a loss is not finite, or far above the running mean.
+
+        The norm of gradients counts, too, except under a loss scale, which has its own rule for it.
+        """
         finite = math.isfinite(loss)
         if self.program.loss_scale is None and norm is not None:
             finite = finite and math.isfinite(norm)
         return not finite or loss > self.spike * self._mean
 
-    def _note(self, loss: float) -> None:
+    def _update_mean(self, loss: float) -> None:
         known = not math.isnan(self._mean)
         self._mean = MEMORY * self._mean + (1 - MEMORY) * loss if known else loss
 
-    def _allowed(self, loss: Tensor, norm: Tensor | float) -> bool:
-        """Return whether a step updates: the same on all ranks, who have the same loss and norm."""
+    def _may_update(self, loss: Tensor, norm: Tensor | float) -> bool:
+        """Return whether a step updates: the same on all ranks, which have the same loss and
+        norm."""
         value = float(loss)
-        if self._bad(value, float(norm)):
+        if self._is_spike(value, float(norm)):
             self.skipped += 1
             return False
-        self._note(value)
+        self._update_mean(value)
         return True
 
-    def _spiked(self, loss: float) -> None:
-        """Stop, or go back to the last checkpoint and on with the data that follow."""
+    def _handle_spike(self, loss: float) -> None:
+        """Stop, or go back to the last checkpoint and continue with the following data."""
         from schedlang.runtime.checkpointing import archive
         from schedlang.runtime.checkpointing.position import scheduled_on
 
@@ -342,7 +352,7 @@ class Trainer:
             self.program.load(self.folder)
             scheduled_on(self._lr, (archive.beside(self.folder) or {}).get("scheduler"))
             self.meter.begin(self.program.step)
-            self._tell("on_log", {"step": self.program.step, "rolled back from": step})
+            self._notify("on_log", {"step": self.program.step, "rolled back from": step})
             return
         helps: tuple[str, ...] = (
             'leave such updates out: `on_spike="skip"`',
@@ -354,15 +364,15 @@ class Trainer:
 
     # -- callbacks and messages ------------------------------------------------------------------
 
-    def _called(self, name: str) -> list[Callable[..., Any]]:
+    def _callbacks_with(self, name: str) -> list[Callable[..., Any]]:
         found = (getattr(one, name, None) for one in self.callbacks or ())
         return [one for one in found if one is not None]
 
-    def _tell(self, name: str, *figures: Figures) -> None:
-        for tell in self._called(name):
+    def _notify(self, name: str, *figures: Figures) -> None:
+        for tell in self._callbacks_with(name):
             tell(self, *figures)
 
-    def _ended(self, step: int) -> Refusal:
+    def _refuse_ended(self, step: int) -> Refusal:
         title = f"the data ended after {step} of {self.steps} steps"
         helps = (
             "give batches that can be begun again, a list or a loader: an iterator ends for good",
@@ -370,8 +380,8 @@ class Trainer:
         )
         return Refusal(Diagnostic("S692", title, helps=helps))
 
-    def _wrong(self) -> tuple[str, str] | None:
-        """Return what is wrong with the arguments, and what to write instead."""
+    def _find_mistake(self) -> tuple[str, str] | None:
+        """Return a mistake in the arguments, and what to write instead; None if there is none."""
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loss": self.loss}
         for name, one in functions.items():
             if not callable(one) and (one is not None or name == "optimizer"):
@@ -397,5 +407,5 @@ class Trainer:
 
 
 def refused(title: str, help_: str) -> Refusal:
-    """Refuse (S691) what a loop of training cannot do, at the line of the user's that asked."""
+    """Return the refusal (S691) of something that a training loop cannot do, at the user's line."""
     return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))

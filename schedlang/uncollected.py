@@ -8,17 +8,18 @@ from contextlib import contextmanager
 
 
 class Process:
-    """Whether this process is a command's own: nobody else's garbage lies in it."""
+    """State of the process: `own` is true if it runs only a schedlang command, so that no other
+    code's garbage is in it."""
 
     own = False
 
 
 @contextmanager
 def uncollected(*, imports: bool = False) -> Iterator[None]:
-    """Stop the garbage collector in the whole process, for the time of a block.
+    """Disable the garbage collector in the whole process for a block.
 
-    It would walk all that has been made again and again, a third of the time that a plan of a
-    million actions takes.  What a block `imports` stays: a command never looks at it again.
+    It would visit all new objects again and again: a third of the time of a plan of a million
+    actions. Objects that a block `imports` are frozen: a command never visits them again.
     """
     running = gc.isenabled()
     gc.disable()
@@ -32,8 +33,8 @@ def uncollected(*, imports: bool = False) -> Iterator[None]:
 
 
 def seldom() -> None:
-    """Look for circles of garbage less often, in a process that is a command's or a rank's own.
+    """Collect cyclic garbage less often, in a process of a command or a rank.
 
-    Of what a proof makes hardly anything is in circles: a twentieth of its time went there.
+    A proof makes almost no cyclic garbage, and spent a twentieth of its time on collections.
     """
     gc.set_threshold(10_000, 10, 10)

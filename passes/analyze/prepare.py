@@ -101,13 +101,14 @@ def _not_repeatable(plan: Plan, found: Difference, label: Label) -> Diagnostic:
         for text in (found.first, found.second)
     ]
     name = plan.model.sites[found.module].class_name
+    what = f"it draws from {found.drawn}" if found.drawn else f"`{found.function}` differs"
+    seen = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {found.place}")
     return Diagnostic(
         "S843",
-        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
+        f"recomputing `{found.module}` gives another result: {what}",
         label,
         notes=(
-            f"`{name}` calls it {runs[0]}, then {runs[1]}",
-            f"at {found.place}",
+            *(() if found.drawn else seen),
             "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(
@@ -174,7 +175,7 @@ def prepare(
             _check_weight(weight, sample)
         if parts > 1:
             check_rows(plan, sample)
-        traced = propagate(plan, sample, loss)
+        traced = _traced(plan, sample, loss)
         if traced.apart and plan.mesh.world > 1:
             raise _unequal_draws(traced)
         if traced.lossless is not None:
@@ -227,6 +228,35 @@ def _hooked(name: str) -> Refusal:
         helps=(
             "let the forward do it: `weight * mask + (weight * (1 - mask)).detach()`",
             "or take the hook away before `build`: `handle.remove()`",
+        ),
+    )
+
+
+def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
+    """Trace a copy of the model; refuses (S867) what writes into the model itself meanwhile."""
+    before = _versions(plan)
+    traced = propagate(plan, sample, loss)
+    for name, version in _versions(plan).items():
+        if before[name] != version:
+            raise _written(name)
+    return traced
+
+
+def _versions(plan: Plan) -> dict[str, int]:
+    """Count the writes to each buffer of the user's own model."""
+    buffers = plan.model.base.model.named_buffers()
+    return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
+
+
+def _written(name: str) -> Refusal:
+    """S867: a function that was made around the model writes there, whichever copy runs."""
+    return Refusal.of(
+        "S867",
+        f"a run of a copy of the model writes into `{name}` of the model itself",
+        notes=("a hook, or another function, was made with the model in it: no copy has its own",),
+        helps=(
+            "take the module that a hook is given: `lambda module, args, output: ...`",
+            "or register a method: `module.register_forward_hook(self.count)`",
         ),
     )
 

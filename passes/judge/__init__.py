@@ -1,1 +1,1 @@
-"""Programs that were written elsewhere, judged by the comparator that judges our own."""
+"""Verification of distributed programs that were written elsewhere, against their original model"""

@@ -1,4 +1,4 @@
-"""Rows of a judged program beside those of every observation, and the joining of its outputs."""
+"""Rows and gaps that only judged programs have, and assembly of the ranks' outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import Table
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.program import check_optimizer
-from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.localize.diagnose import fits
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
 from schedlang.passes.verify.sides import Case
@@ -29,38 +29,38 @@ CHANGED, UNLIKE = "the program changed it before the first step", "ranks start f
 
 
 def alike(
-    expected: Observation, actual: Observation, kept: Kept
+    expected: Observation, actual: Observation, record: Kept
 ) -> tuple[Observation, Observation]:
-    """Both sides with the same things in them; what the program does not offer is missing."""
+    """Give both observations the same contents; mark what the program lacks as missing."""
     missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
     for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
-        missing |= set() if offer in kept.offers else {kind}
-    if "clip" not in kept.offers:
+        missing |= set() if offer in record.offers else {kind}
+    if "clip" not in record.offers:
         missing.add("gradient norm")
     slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
-    if kept.optimizer is not None:  # a wrapper may keep its state elsewhere
+    if record.optimizer is not None:  # a wrapper may store its state elsewhere
         missing |= slots - {k.kind for k in actual.tensors}
     left = dict(actual.left_out)
     tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
     for key, want in expected.tensors.items():
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
-        parts = list(_parts(actual, key))
-        whole = _put_together(parts, want) if want is not None else None
-        if whole is not None:
-            tensors[key] = whole
-        elif parts and want is not None and not _may_make(parts, want):
-            tensors[key] = parts[0]  # of another shape: it fails with both
+        parts = list(_rank_outputs(actual, key))
+        full = _assemble_output(parts, want) if want is not None else None
+        if full is not None:
+            tensors[key] = full
+        elif parts and want is not None and not _may_be_pieces(parts, want):
+            tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:
             said = "parts of ranks do not make it"
             left[key.name] = said if parts else "the program does not give it"
     gone = {
         k
         for k in expected.tensors
-        if k.kind in ("other state", HIDDEN) and k.name in kept.lost and k not in tensors
+        if k.kind in ("other state", HIDDEN) and k.name in record.lost and k not in tensors
     }
     sets = {
-        k: v if k.kind != "state_dict keys" else v - kept.lost for k, v in expected.sets.items()
+        k: v if k.kind != "state_dict keys" else v - record.lost for k, v in expected.sets.items()
     }
     wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
     actual = replace(
@@ -77,8 +77,8 @@ def alike(
 _OUTPUTS = ("outputs", "training outputs")
 
 
-def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
-    """Yield what ranks gave of an output, in their order."""
+def _rank_outputs(actual: Observation, key: Key) -> Iterator[Tensor]:
+    """Yield ranks' values of an output, in the order of ranks."""
     for rank in itertools.count():
         value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
         if value is None:
@@ -86,10 +86,10 @@ def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
         yield value
 
 
-def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
-    """The whole output of the ranks' parts: alike ones once, laid as they make the right one.
+def _assemble_output(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
+    """Assemble a full output from ranks' parts, equal parts once, in the arrangement that is right.
 
-    Where no way makes that, it is the first that has its shape.
+    If no arrangement gives the right output, return the first with its shape.
     """
     alone: list[Tensor] = []
     for part in parts:
@@ -97,43 +97,43 @@ def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
             return part.to(want.dtype, copy=True)
         if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
             alone.append(part)
-    found = [one for one in _wholes(alone, len(want.shape)) if one.shape == want.shape]
+    found = [one for one in _arrangements(alone, len(want.shape)) if one.shape == want.shape]
     right = (one for one in found if one.is_floating_point() and fits(one, want.to(one.dtype)))
     return next(right, found[0] if found else None)
 
 
-def _wholes(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
-    """Yield what parts make side by side along a dim, in turns along one, and as a grid of two."""
+def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
+    """Yield concatenations of parts along a dim, interleaved along a dim, and as a 2-D grid."""
     for dim in range(dims):
-        yield from _along(parts, dim)
+        yield from _concatenate(parts, dim)
         if len({part.shape for part in parts}) == 1 and parts[0].dim() > dim:
             yield torch.stack([*parts], dim + 1).flatten(dim, dim + 1)
     for count in (n for n in range(2, len(parts)) if len(parts) % n == 0):
         runs = [parts[k : k + count] for k in range(0, len(parts), count)]
         for outer, inner in itertools.permutations(range(dims), 2):
-            strips = [one for run in runs for one in _along(run, inner)]
+            strips = [one for run in runs for one in _concatenate(run, inner)]
             if len(strips) == len(runs):
-                yield from _along(strips, outer)
+                yield from _concatenate(strips, outer)
 
 
-def _along(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
-    """Yield the parts side by side along a dim, if they are alike in others."""
+def _concatenate(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the concatenation along a dim, if the other sizes are equal."""
     with contextlib.suppress(RuntimeError, IndexError):
         yield torch.cat([*parts], dim)
 
 
-def _may_make(parts: Sequence[Tensor], want: Tensor) -> bool:
-    """Whether parts may be some of a tensor, cut in a way that is not known."""
+def _may_be_pieces(parts: Sequence[Tensor], want: Tensor) -> bool:
+    """Return whether parts may be pieces of a tensor, divided in an unknown way."""
     fits = all(p.dim() == want.dim() for p in parts)
     fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, want.shape))
     return fits and sum(part.numel() for part in parts) >= want.numel()
 
 
-def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
-    """Whether the program starts from the weights that it was given, and holds all of them."""
-    assert kept.holdings is not None and kept.initial is not None
+def initial(original: nn.Module, record: Kept) -> Iterator[Row]:
+    """Yield a row for each parameter: whether ranks hold all of it with the given values."""
+    assert record.holdings is not None and record.initial is not None
     for name, p in original.named_parameters():
-        value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
+        value, lost = record.initial.get(name), record.holdings.missing.get(name, 0)
         want = p.detach()
         if lost or value is None:
             note = f"{lost} of its {p.numel()} elements are on no rank"
@@ -142,31 +142,33 @@ def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
             continue
         error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
         note = "" if error == 0 else CHANGED
-        if not error and (error := kept.unlike.get(name, 0.0)):
+        if not error and (error := record.unlike.get(name, 0.0)):
             note = UNLIKE
         yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
 
 
-def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
-    """Whether ranks drop wherever the original does."""
-    lost = kept.met.lost(drops)
+def dropped(drops: Drops, record: Kept) -> Iterator[Row]:
+    """Yield a row for each of the original's dropout modules: whether ranks drop there."""
+    lost = record.met.lost(drops)
     for site in drops.sites:
-        note = "no rank drops there" if site in lost else kept.masks.get(site, "")
+        note = "no rank drops there" if site in lost else record.masks.get(site, "")
         if site in drops.off and not note:
             continue
         yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
 
 
-def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
+def saved(
+    case: Case, actual: Observation, record: Kept, conditions: Sequence[Condition]
+) -> Iterator[Row]:
     """Compare what the program saves with what its ranks hold, under the original's names.
 
-    These are the names by which the original itself loads it. A form of the program's own, that
-    has none of them, is not looked into where the program loads it back.
+    The names are those by which the original loads its state. A state without any of them is not
+    examined if the program can load it.
     """
-    if kept.saved is None or (not kept.saved and kept.loaded is not None):
+    if record.saved is None or (not record.saved and record.loaded is not None):
         return
-    assert kept.holdings is not None
-    condition = told[-1]
+    assert record.holdings is not None
+    condition = conditions[-1]
     last = len(condition.batches) - 1
     held = {
         k.name: v
@@ -177,49 +179,49 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
     }
     original = case.plan.model.model.state_dict()
     by = Table(case.plan.model.model).aliases
-    for name in {**original, **kept.saved}:
-        if name in kept.lost:
+    for name in {**original, **record.saved}:
+        if name in record.lost:
             continue
         want = held.get(name)
         if want is not None and name in original:
-            # ranks' parts are put together in float64; buffers are as the first rank has them
+            # parameters are assembled in float64; buffers are those of the first rank
             wide = torch.promote_types(want.dtype, original[name].dtype)
-            want = want.to(kept.holdings.dtypes.get(name, wide))
-        value = kept.saved.get(name)
-        if value is None and kept.loaded is not None:  # what it loads may name a tied weight once
-            tied = (n for n in kept.saved if name in by and by.get(n) == by[name])
-            value = kept.saved.get(next(tied, name))
-        note = _unlike(want, value)
+            want = want.to(record.holdings.dtypes.get(name, wide))
+        value = record.saved.get(name)
+        if value is None and record.loaded is not None:  # one name of a tied weight is enough
+            tied = (n for n in record.saved if name in by and by.get(n) == by[name])
+            value = record.saved.get(next(tied, name))
+        note = _describe_change(want, value)
         error = math.inf if note else 0.0
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
 
 
-def of_dropout(drops: Drops, kept: Kept) -> Iterator[Gap]:
-    """Yield what of dropout and other random numbers is not compared."""
-    for name in sorted(kept.met.unknown):
+def of_dropout(drops: Drops, record: Kept) -> Iterator[Gap]:
+    """Yield gaps of dropout and of other random numbers."""
+    for name in sorted(record.met.unknown):
         said = f"dropout of `{name}` (its part of the whole is not known)"
         yield Gap(said, "dropout that is wrong there")
     for site, function in drops.others:
         said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
         yield Gap(said, "random numbers that are used wrongly")
-    if drops.sites and kept.compiled:
+    if drops.sites and record.compiled:
         yield Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks")
     if drops.sites:
         yield Gap("masks of its own (the original's are given)", MASKS)
 
 
-def of_saved(kept: Kept) -> tuple[Gap, ...]:
-    """List what is not compared of saved state, as the program does not offer it."""
-    if "state_dict" not in kept.offers:
+def of_saved(record: Kept) -> tuple[Gap, ...]:
+    """List gaps of saved state, for what the program does not offer."""
+    if "state_dict" not in record.offers:
         return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
-    if kept.loaded is None:
+    if record.loaded is None:
         return (Gap("loading saved state (`load` not offered)", "state that is lost in it"),)
-    gaps: tuple[Gap, ...] = kept.loaded.gaps
+    gaps: tuple[Gap, ...] = record.loaded.gaps
     return gaps
 
 
-def _unlike(want: Tensor | None, value: Tensor | None) -> str:
-    """Say how what is saved is not what is held; "" if it is."""
+def _describe_change(want: Tensor | None, value: Tensor | None) -> str:
+    """Describe how a saved tensor differs from the held one; "" if it does not."""
     if value is None or want is None:
         return "lost" if value is None else "extra"
     if value.shape != want.shape or value.dtype != want.dtype:
@@ -229,25 +231,27 @@ def _unlike(want: Tensor | None, value: Tensor | None) -> str:
 
 
 def checked(optimizer: Any) -> Any:
-    """A program's optimizer, made for the original; refused (S767) where it makes none."""
+    """Wrap a program's optimizer for the original; it refuses (S767) a function that makes none."""
     where = "in the process of the original, which has no ranks"
     return lambda named: check_optimizer(optimizer(named), where)
 
 
 def as_trained(
-    told: Sequence[Condition], seen: Observation, kept: Kept
+    conditions: Sequence[Condition], seen: Observation, record: Kept
 ) -> tuple[list[Condition], Observation]:
-    """The conditions as the original is to train under them, and what was seen by their names.
+    """Return the original's conditions, and the observation under the names of these conditions.
 
-    It takes the program's own optimizer, if that has one, over names of groups: what a program
-    fused does not decay apart.
+    The original uses the program's own optimizer, if there is one, and parameters under the names
+    of their groups: parameters that a program fuses share one weight decay.
     """
-    assert kept.holdings is not None
-    groups, told = kept.holdings.groups, list(told)
-    if kept.optimizer is not None:
-        own = pickle.loads(kept.optimizer)
-        names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
-        told = [replace(one, name=names[one.name], optimizer=checked(own)) for one in told]
+    assert record.holdings is not None
+    groups, conditions = record.holdings.groups, list(conditions)
+    if record.optimizer is not None:
+        own = pickle.loads(record.optimizer)
+        names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in conditions}
+        conditions = [
+            replace(one, name=names[one.name], optimizer=checked(own)) for one in conditions
+        ]
 
         def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
             return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
@@ -259,4 +263,4 @@ def as_trained(
     def grouped(optimizer: Any) -> Any:
         return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
 
-    return [replace(one, optimizer=grouped(one.optimizer)) for one in told], seen
+    return [replace(one, optimizer=grouped(one.optimizer)) for one in conditions], seen

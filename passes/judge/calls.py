@@ -1,4 +1,7 @@
-"""Calls of modules in a step: what each gives, or takes, and the gradients that come back to it."""
+"""Record the module calls of one step: outputs or inputs, and gradients of the outputs.
+
+Used on both sides to find the first module that differs (`modules.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from schedlang.passes.judge.layouts import local
 from schedlang.runtime.inside import hooked
 from schedlang.runtime.isolated import Frame, parts_of
 
-At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
+At = tuple[Frame, int]  # a module's call, and the number of its output
 
 
 @dataclass
 class Seen:
-    """Outputs of a call of a module, and the gradient that comes back to it; by float tensor."""
+    """One call of a module: its float outputs, and the gradient of each output."""
 
     outputs: list[Tensor]
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -26,15 +29,15 @@ class Seen:
 
 @dataclass
 class Run:
-    """The calls of a step, in the order in which they return, and that of their gradients."""
+    """All module calls of a step, in the order of returns, and the order of their gradients."""
 
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[At] = field(default_factory=list)
-    live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
+    live: dict[At, Tensor] = field(default_factory=dict)  # if requested
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the original, if `live`
 
     def of(self, at: At, back: bool = False) -> Tensor:
-        """An output, or the gradient that comes back to it."""
+        """Return an output, or the gradient with respect to the output."""
         seen = self.calls[at[0]]
         return seen.gradients[at[1]] if back else seen.outputs[at[1]]
 
@@ -46,17 +49,17 @@ def followed(
     live: bool = False,
     taken: bool = False,
 ) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back.
+    """Run a step, and record the outputs of modules and the gradients of these outputs.
 
-    live   the tensors themselves, too
-    taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
+    live   also store the output tensors themselves, with their autograd graph
+    taken  record the inputs instead of the outputs: the local part of a DTensor, as float64
     """
     run, turns = Run(), dict.fromkeys(modules, 0)
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() >= 0:
-                return  # computed again
+                return  # a recomputation
             frame = name, turns[name]
             turns[name] += 1
             if taken:
@@ -68,12 +71,12 @@ def followed(
                 return
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
             with torch.no_grad():
-                run.calls[frame] = Seen([_whole(t) for t in floats])
+                run.calls[frame] = Seen([_full_copy(t) for t in floats])
             for k, tensor in enumerate(floats):
                 if live:
                     run.live[frame, k] = tensor
                 if tensor.requires_grad:
-                    tensor.register_hook(_noting(run, frame, k))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(_gradient_hook(run, frame, k))  # type: ignore[no-untyped-call]
 
         return after
 
@@ -83,25 +86,25 @@ def followed(
 
 
 def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Run:
-    """Run a step, and again; the first unless it calls modules that the second does not.
+    """Run a step twice; return the second record if the two called different modules.
 
-    A first step may try modules on numbers that nobody made, to learn shapes, as pipelines do.
+    A first step may also call modules on dummy inputs, to learn shapes, as pipelines do.
     """
     first, second = (followed(modules, step) for _ in range(2))
     return first if first.calls.keys() == second.calls.keys() else second
 
 
-def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
+def _gradient_hook(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
         with torch.no_grad():
-            run.calls[frame].gradients[k] = _whole(gradient)
+            run.calls[frame].gradients[k] = _full_copy(gradient)
         run.back.append((frame, k))
 
     return note
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy, of a DTensor all of it."""
+def _full_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, of a DTensor the full tensor."""
     value = tensor.detach()
     full = getattr(value, "full_tensor", None)
     return (full() if full is not None else value).clone()

@@ -1,7 +1,7 @@
-"""The arithmetic of mistakes in a low dtype: which right value is as near as roundings leave it.
+"""Explain wrong tensors in a low dtype: find a correction that brings them within their bounds.
 
-In few bits no pattern fits to the last digit. A wrong tensor is held against its bound once more as
-it would be without the mistake: divided by a factor, or put together from what ranks have.
+In a low dtype no pattern fits to the last digit. So a wrong tensor is corrected (divided by a
+factor, or assembled otherwise from ranks' copies), and compared with its bound once more.
 """
 
 from __future__ import annotations
@@ -16,43 +16,38 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.kinds import (
-    MOST_GROUPS,
-    Located,
-    counted,
-    mean_of,
-    other_start,
-)
+from schedlang.passes.judge.gradient_errors import counted, mean_of
+from schedlang.passes.judge.kinds import MOST_GROUPS, Located, other_start
 from schedlang.passes.judge.parts import Cut, Parts
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.steps import MOST_NAMES
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import numbers
 from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds, Run
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
 
 _KINDS = ("gradients", "loss", "gradient norm")
-NEAR = 0.02  # how near a factor must be to a number to be tried as that
-NEAREST = 0.05  # how near to 1 it is said of nothing
-_COPIES = "gradient of "  # replicas of it
+NEAR = 0.02  # relative tolerance between a factor and a named number
+NEAREST = 0.05  # factors nearer to 1 are not reported
+_REPLICA_PREFIX = "gradient of "  # begins names of rows about replicas
 Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """Runs of the original; the first step of each is kept, which is all that causes ask for."""
+    """Runs of the original, with a cache of their first steps."""
 
     run: Run
     steps: dict[int, Observation] = field(default_factory=dict)
 
     def __call__(self, draw: int) -> Observation:
-        """Run it, all steps."""
+        """Run all steps."""
         seen = self.run(draw)
-        self.steps[draw] = _of_a_step(seen)
+        self.steps[draw] = _first_step(seen)
         return seen
 
     def step(self, draw: int) -> Observation:
-        """The first step of a run, which is run only where it was not."""
+        """Return the first step of a run; run it only if it is not cached."""
         if draw not in self.steps:
             self(draw)
         return self.steps[draw]
@@ -62,56 +57,61 @@ def causes(
     rows: Sequence[Row],
     bounds: Bounds,
     seen: Observation,
-    kept: Kept,
+    record: Kept,
     ranks: int,
     parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
-    """Say how wrong gradients of the first step, or else its loss or norm, come from right ones.
+    """Explain wrong gradients of the first step, or else its wrong loss or gradient norm.
 
-    Only of runs that clip nothing. Each sentence holds within the bounds of what it names. `where`
-    is the first module that is wrong, `parts` yield gradients of parts of a batch in float64.
+    Only runs without clipping are explained. A sentence is given only if the corrected values are
+    within the bounds of all tensors that it names. `where` is the first wrong module; `parts` give
+    float64 gradients of parts of the batch.
     """
     if other := other_start([row for row in rows if not row.ok]):
         return other
     first = (("first module", where.text),) if where.text else ()
     run = bounds.run if isinstance(bounds.run, Remembered) else Remembered(bounds.run)
     bounds = replace(bounds, run=run.step)
-    sizes = {**(kept.holdings.axes if kept.holdings is not None else {}), "ranks": ranks}
+    sizes = {**(record.holdings.axes if record.holdings is not None else {}), "ranks": ranks}
     for kind in _KINDS:
-        left = dict.fromkeys(_wrong(rows, bounds, kind))
+        left = dict.fromkeys(_failing_keys(rows, bounds, kind))
         if not left:
             continue
         said: dict[str, list[str]] = {}
-        own = _factors(bounds, seen, [*left])
-        alike = dict.fromkeys(own, statistics.median(own.values()) if own else 0.0)
-        ways = [_of_copies(kept, mean) for mean in (True, False)]
-        ways += [_of_factor(sizes, factors) for factors in (alike, _near(own), own)]
-        ways += _of_parts(bounds, seen, [*left], parts) if kind == "gradients" else ()
-        for way in ways:
-            for key, words in _held(bounds, seen, list(left), way).items():
+        factors = _fit_factors(bounds, seen, [*left])
+        common = dict.fromkeys(factors, statistics.median(factors.values()) if factors else 0.0)
+        corrections = [_copy_correction(record, mean) for mean in (True, False)]
+        corrections += [
+            _factor_correction(sizes, each) for each in (common, _cluster_factors(factors), factors)
+        ]
+        corrections += (
+            _part_corrections(bounds, seen, [*left], parts) if kind == "gradients" else ()
+        )
+        for correction in corrections:
+            for key, words in _find_corrected(bounds, seen, list(left), correction).items():
                 said.setdefault(words, []).append(key.name)
                 del left[key]
         for key in left:
-            said.setdefault(_else(seen.tensors.get(key)), []).append(key.name)
+            said.setdefault(_describe_other(seen.tensors.get(key)), []).append(key.name)
         of = sum(k.kind == kind and k.step == 0 for k in bounds.exact.tensors) // 2 or 1
         lines = [(k, f"{len(n)} of {of} ({quoted(n, MOST_NAMES)}): {k}") for k, n in said.items()]
         return (*first, *((kind, text) for words, text in lines if words))[:MOST_GROUPS]
     return first
 
 
-def _of_a_step(seen: Observation) -> Observation:
-    """The values that are mended here: those of the first step of runs that clip nothing."""
+def _first_step(seen: Observation) -> Observation:
+    """Keep the values that can be corrected: of the first step, in runs without clipping."""
     first = {k: v for k, v in seen.tensors.items() if not k.step and "clipped" not in k.condition}
     return Observation({k: v for k, v in first.items() if k.kind in _KINDS})
 
 
-def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
-    """Yield the tensors that fail in the first step of a run that clips nothing."""
+def _failing_keys(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
+    """Yield the tensors of a kind that fail in the first step of a run without clipping."""
     for row in rows:
         name = row.name
-        if row.kind == "replicas" and name.startswith(_COPIES) and kind == "gradients":
-            name = name.removeprefix(_COPIES)
+        if row.kind == "replicas" and name.startswith(_REPLICA_PREFIX) and kind == "gradients":
+            name = name.removeprefix(_REPLICA_PREFIX)
         elif row.kind != kind + IN_DTYPE:
             continue
         key = Key(row.condition, kind, 0, name)
@@ -120,8 +120,10 @@ def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
             yield key
 
 
-def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended) -> dict[Key, str]:
-    """The words for those that are right once they are mended."""
+def _find_corrected(
+    bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended
+) -> dict[Key, str]:
+    """Return the sentence for each tensor that is within its bound after a correction."""
     found = {k: mended(k, v) for k in keys if (v := seen.tensors.get(k)) is not None}
     known = {key: one for key, one in found.items() if one is not None}
     if not known:
@@ -134,14 +136,14 @@ def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended
     return {key: words for key, (words, _) in known.items() if key in right}
 
 
-def _of_copies(kept: Kept, mean: bool) -> Mended:
-    """The mean, or the sum, of what ranks have of the same elements, where they differ."""
+def _copy_correction(record: Kept, mean: bool) -> Mended:
+    """Make a correction: the mean, or the sum, of ranks' differing copies of the same elements."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
-        copies = [c for c in kept.of(key.condition, key.name) if c.held is not None]
+        copies = [c for c in record.of(key.condition, key.name) if c.held is not None]
         if key.kind != "gradients" or len(copies) < 2:
             return None
-        groups: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # places, and what ranks have there
+        groups: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # places, and values by rank
         for one in copies:
             assert one.values is not None
             places, order = one.places.sort()
@@ -164,13 +166,13 @@ def _of_copies(kept: Kept, mean: bool) -> Mended:
     return mended
 
 
-def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended:
-    """The value divided by its factor, or by the number that this is nearest to."""
+def _factor_correction(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended:
+    """Make a correction: the value divided by its factor, or by the named number nearest to it."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
         found = factors.get(key, 0.0)
         if not found or not math.isfinite(found) or abs(found - 1.0) <= NEAREST:
-            return None  # so near to the right value no factor makes it wrong
+            return None  # too near to 1 to explain a failure
         near = (one for one in numbers(sizes) if math.isclose(found, one[1], rel_tol=NEAR))
         words, number = next(near, (f"{found:.2g}", found))
         return f"{words} times the right value everywhere", value.double() / number
@@ -178,12 +180,12 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
     return mended
 
 
-def _of_parts(
+def _part_corrections(
     bounds: Bounds, seen: Observation, keys: Sequence[Key], parts: Parts
 ) -> Iterator[Mended]:
-    """Yield for each cut of a batch what its parts make: their plain mean, or other sums of them.
+    """Yield corrections for each division of a batch: a plain mean of the parts, and weighted sums.
 
-    In few bits one tensor tells the weights of a sum too little: all together do.
+    In a low dtype the weights of a sum cannot be found from one tensor, only from all together.
     """
     each = {
         key: [*parts.of_rows(key.name, key.condition), *parts.of_words(key.name, key.condition)]
@@ -200,11 +202,11 @@ def _of_parts(
             return mean_of(want, cut[key]), value.double() - made + want
 
         yield mean
-        times = _times(bounds, seen, cut)
+        times = _part_counts(bounds, seen, cut)
         if times is None:
             continue
 
-        def weighed(
+        def weighted(
             key: Key, value: Tensor, cut: Any = cut, times: Any = times
         ) -> tuple[str, Tensor] | None:
             want = bounds.exact.tensors[key]
@@ -217,11 +219,11 @@ def _of_parts(
             )
             return counted(times, cut[key].whole), value.double() - made + want
 
-        yield weighed
+        yield weighted
 
 
-def _times(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[float] | None:
-    """Tell how often parts of a batch count in all gradients together, if they are sums of them."""
+def _part_counts(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[float] | None:
+    """Find how often each part of a batch counts in all gradients; None: they are no such sums."""
     columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
     for key, one in cut.items():
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
@@ -240,15 +242,17 @@ def _times(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[fl
     times: list[float] = (made.solution[:, 0] / made.solution[:, 1]).tolist()
     if not all(map(math.isfinite, times)):
         return None
-    near = [next((n for n in _WHOLE if abs(one - n) <= NEAR), round(one, 2)) for one in times]
+    near = [
+        next((n for n in _ROUND_COUNTS if abs(one - n) <= NEAR), round(one, 2)) for one in times
+    ]
     return near if max(near) - min(near) > NEAR * max(map(abs, near)) else None
 
 
-_WHOLE = (0.0, 0.25, 1 / 3, 0.5, 1.0, 2.0, 3.0, 4.0)
+_ROUND_COUNTS = (0.0, 0.25, 1 / 3, 0.5, 1.0, 2.0, 3.0, 4.0)
 
 
-def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
-    """Return by which factor each value is off that should be the original's, on the whole."""
+def _fit_factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
+    """Return the least-squares factor between each value and the original's."""
     found = {}
     for key in keys:
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
@@ -258,8 +262,8 @@ def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key
     return found
 
 
-def _near(factors: Mapping[Key, float]) -> dict[Key, float]:
-    """The factors, each the middle one of those that are near to each other."""
+def _cluster_factors(factors: Mapping[Key, float]) -> dict[Key, float]:
+    """Replace each factor by the median of the group of factors near it."""
     groups: list[list[Key]] = []
     for key in sorted(factors, key=lambda one: factors[one]):
         if groups and math.isclose(factors[groups[-1][0]], factors[key], rel_tol=NEAR):
@@ -269,7 +273,7 @@ def _near(factors: Mapping[Key, float]) -> dict[Key, float]:
     return {key: factors[group[len(group) // 2]] for group in groups for key in group}
 
 
-def _else(value: Tensor | None) -> str:
+def _describe_other(value: Tensor | None) -> str:
     if value is None:
         return "no rank has one: detached, or never computed"
     return "" if value.any() else "it is zero: detached, or never received"

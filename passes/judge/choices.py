@@ -1,10 +1,10 @@
-"""Choices that roundings tip, in a program that is judged in a low dtype: held as ranks made them.
+"""Discrete choices (top-k and similar) that a rounding may change, in a low dtype.
 
-A model that sends words to the best of its experts is another function wherever two scores are so
-near that a rounding tips the choice: no bound of errors covers that.  So all runs of the original
-choose as the one in float64 does.  Where ranks choose otherwise, and the scores differ by no more
-than roundings move them, the original is run again, and chooses as the ranks did.  Words are told
-apart by their scores: nothing need be known of how ranks split rows or name modules.
+A model that routes tokens to the best experts is another function where two scores are so close
+that a rounding changes the choice; no error bound covers that. So all runs of the original choose
+as its float64 run does. Where ranks choose otherwise, and the scores differ by no more than
+roundings move them, the original runs again with the ranks' choices. Rows of scores identify
+tokens, so nothing is assumed about how ranks divide rows or name modules.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.moe.choices import CHOOSING, as_chosen, of_floats
 
-WIDEST = 4096  # scores that one choice is among: no router has more
-Moment = tuple[int, int, bool]  # number of the run, its last step, whether it evaluates
+WIDEST = 4096  # scores of one choice; no router has more
+Moment = tuple[int, int, bool]  # number of the run, step, whether it evaluates
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Scores, a row for each choice, and the places that were chosen in each row."""
+    """Scores, one row for each choice, and the indices that were chosen in each row."""
 
     scores: Tensor
     chosen: Tensor
 
 
 class Choosing(Ambient):
-    """Notes what discrete operators choose among floats; `hold` may tell it what to choose.
+    """Mode that records the choices of discrete operators among floats, and may replace them.
 
-    hold  is given the moment, the number of the choosing operator in it, and what it would choose
-    A run begins where steps are counted anew.
+    `hold(moment, number, noted)` receives the moment, the number of the operator in that moment,
+    and what the operator would choose; it returns other choices, or None. A new run begins when the
+    step number falls.
     """
 
     def __init__(self, hold: Callable[[Moment, int, Noted], Tensor | None] | None = None) -> None:
@@ -57,7 +58,7 @@ class Choosing(Ambient):
         out = self.run(func, types, args, kwargs)
         if func not in CHOOSING or not of_floats(args, kwargs):
             return out
-        noted, dim = _noted(CHOOSING[func], out, args, kwargs)
+        noted, dim = _record(CHOOSING[func], out, args, kwargs)
         if noted is None:
             return out
         here = self._moment()
@@ -65,7 +66,9 @@ class Choosing(Ambient):
         self.found[here].append(noted if right is None else replace(noted, chosen=right))
         if right is None or torch.equal(right, noted.chosen):
             return out
-        return as_chosen(CHOOSING[func], out, _laid(right, out, args, kwargs, dim), args, kwargs)
+        return as_chosen(
+            CHOOSING[func], out, _shape_choices(right, out, args, kwargs, dim), args, kwargs
+        )
 
     def _moment(self) -> Moment:
         where = scope.current()
@@ -76,23 +79,23 @@ class Choosing(Ambient):
         return self._run, self._step, evaluates
 
     def everyone(self) -> dict[Moment, list[Noted]]:
-        """Gather what all ranks noted, those of one shape together."""
+        """Gather what all ranks recorded; records of one shape are concatenated."""
         found: dict[Moment, dict[tuple[int, int], list[Noted]]] = {}
         for one in world.all_gather_object(dict(self.found)):
             for moment, notes in one.items():
                 for note in notes:
                     shape = note.scores.shape[-1], note.chosen.shape[-1]
                     found.setdefault(moment, {}).setdefault(shape, []).append(note)
-        return {moment: [*map(_together, each.values())] for moment, each in found.items()}
+        return {moment: [*map(_concatenate, each.values())] for moment, each in found.items()}
 
 
-def _together(notes: Sequence[Noted]) -> Noted:
+def _concatenate(notes: Sequence[Noted]) -> Noted:
     scores = torch.cat([one.scores.double() for one in notes])
     return Noted(scores, torch.cat([one.chosen for one in notes]))
 
 
-def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
-    """Return scores and what is chosen, in rows, and along which dim; None: no such choice."""
+def _record(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
+    """Return scores and chosen indices as rows, and the dim; None if this is not such a choice."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
     place = 2 if name in ("topk", "kthvalue") else 1
@@ -111,15 +114,17 @@ def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[N
 
 
 def _local(value: Tensor) -> Tensor | None:
-    """A rank's own part; None of a term of a sum."""
+    """Return a tensor's local part; None for a partial DTensor."""
     if not isinstance(value, DTensor):
         return value
     partial = any(one.is_partial() for one in value.placements)
     return None if partial else value.to_local()
 
 
-def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int) -> Tensor:
-    """Choices in rows, as the operator lays them."""
+def _shape_choices(
+    right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int
+) -> Tensor:
+    """Return choices in rows in the layout of the operator's result."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
     kept = chosen.dim() == given.dim()
@@ -128,21 +133,21 @@ def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: in
     return laid if kept else laid.squeeze(dim)
 
 
-# ---- The runs of an original, and what they choose.
+# ---- Choices of the original's runs.
 
-FURTHER = 1.5  # times as far as in the worst of a few runs may roundings move a score
-Place = tuple[Moment, int]  # of a choosing operator: its number in a moment
+FURTHER = 1.5  # margin over the largest score error of a few runs
+Place = tuple[Moment, int]  # a choosing operator: its number in a moment
 
 
 @dataclass
 class Routes:
-    """The choices of the runs of an original, which all are those of its run in float64.
+    """Choices of all runs of the original, which follow those of its float64 run.
 
-    ranks  choices of the program by moment, with their scores
-    far    how far roundings move the scores of each row; where it is told, that run chooses as
-           ranks did, if its own scores are no further apart than roundings move two of them
-    held   how many choices ranks made otherwise
-    other  what else may have been chosen where roundings tip a choice and no rank tells which
+    ranks    the program's choices by moment, with their scores
+    `far`    how far roundings move the scores of each row; if given, the float64 run chooses as
+             ranks did wherever its scores are no further apart than roundings move two of them
+    `held`   number of choices that follow the ranks' against the original's own
+    `other`  alternative choices where roundings decide and ranks do not show one choice
     """
 
     ranks: Mapping[Moment, Sequence[Noted]]
@@ -153,7 +158,7 @@ class Routes:
     other: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
 
     def mode(self, draw: int | None) -> Choosing:
-        """The mode of a run: None is that in float64, which is the first."""
+        """Return the mode for a run: `draw` None is the float64 run, which must be first."""
         if draw is None:
             self.exact = Choosing(self._as_ranks if self.far else None)
             return self.exact
@@ -161,14 +166,14 @@ class Routes:
         return self.draws[-1]
 
     def again(self) -> Routes | None:
-        """Tell how far these runs moved scores; None where ranks may not choose otherwise."""
+        """Return routes with these runs' score errors; None: no choice depends on roundings."""
         places = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
-        far = {place: self._far(*place) for place in places}
-        tips = (bool(_tips(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
+        far = {place: self._score_error(*place) for place in places}
+        tips = (bool(_tipped_rows(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
         return Routes(self.ranks, far) if any(tips) else None
 
     def otherwise(self, draw: int | None) -> Choosing:
-        """The mode of a run that chooses the other way, wherever none is told."""
+        """Return the mode of a run that takes all alternatives."""
 
         def hold(moment: Moment, number: int, noted: Noted) -> Tensor | None:
             right = self._as_exact(moment, number, noted)
@@ -180,12 +185,12 @@ class Routes:
         return Choosing(hold)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Say how many choices are held as ranks made them, for the head of a report."""
+        """Return the report's fact about how many choices follow the ranks'."""
         many = sum(len(note.chosen) for notes in self.exact.found.values() for note in notes)
         said = f"{self.held} of {many} as ranks made them: roundings tip these"
         return [("choices", said)] if self.held else []
 
-    def _far(self, moment: Moment, number: int) -> Tensor:
+    def _score_error(self, moment: Moment, number: int) -> Tensor:
         noted, most = self.exact.found[moment][number], torch.zeros(())
         for draw in self.draws:
             notes = draw.found.get(moment, [])
@@ -200,28 +205,28 @@ class Routes:
         return found[number].chosen if same else None
 
     def _as_ranks(self, moment: Moment, number: int, noted: Noted) -> Tensor | None:
-        """The choices of ranks in rows whose scores are the same but for roundings."""
+        """Return the ranks' choices for rows whose scores are equal but for roundings."""
         far, seen = self.far.get((moment, number)), self.ranks.get(moment, ())
         if far is None or far.shape != noted.scores.shape[:1]:
             return None
         if moment[-1] and not seen:
-            return None  # ranks do not evaluate
+            return None  # ranks recorded no evaluation
         seen = [one for one in seen if one.scores.shape[-1] == noted.scores.shape[-1]]
         right, scores = noted.chosen.clone(), noted.scores.double()
-        for row in _tips(noted, far).nonzero().flatten().tolist():
+        for row in _tipped_rows(noted, far).nonzero().flatten().tolist():
             most = float(far[row])
-            told = _told(scores[row], right[row], seen, most)
-            if len(told) > 1 or not seen:
-                left = told[1] if told else _swapped(scores[row], right[row], most)
+            choices = _rank_choices(scores[row], right[row], seen, most)
+            if len(choices) > 1 or not seen:
+                left = choices[1] if choices else _swap_nearest(scores[row], right[row], most)
                 self.other.setdefault((moment, number), {})[row] = left
-            if told:
-                self.held += not torch.equal(told[0], right[row])
-                right[row] = told[0]
+            if choices:
+                self.held += not torch.equal(choices[0], right[row])
+                right[row] = choices[0]
         return right
 
 
-def _tips(noted: Noted, far: Tensor) -> Tensor:
-    """Rows in which something chosen is so near to another score that roundings tip the choice."""
+def _tipped_rows(noted: Noted, far: Tensor) -> Tensor:
+    """Return the rows in which a chosen score is within a rounding's reach of another score."""
     values, order = noted.scores.double().sort(-1)
     mine = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, noted.chosen, True)
     mine = mine.gather(-1, order)
@@ -229,30 +234,32 @@ def _tips(noted: Noted, far: Tensor) -> Tensor:
     return (near & (mine[:, 1:] | mine[:, :-1])).any(-1)
 
 
-def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> list[Tensor]:
-    """Tell what ranks chose where scores are these but for roundings, the nearest first.
+def _rank_choices(
+    scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float
+) -> list[Tensor]:
+    """Return what ranks chose for scores equal to these but for roundings, the nearest first.
 
-    Two are told where a row as near chose otherwise. Nothing is told by rows whose scores are
-    others, or by a choice that no rounding explains.
+    Two choices are returned if an equally near row chose otherwise. Rows with other scores, and
+    choices that no rounding explains, are skipped.
     """
     near = []
     for one in seen:
         apart = (one.scores - scores).abs().amax(-1)
         near += [(float(apart[k]), one.chosen[k]) for k in (apart <= far).nonzero().flatten()]
     near.sort(key=lambda pair: pair[0])
-    told: list[Tensor] = []
+    found: list[Tensor] = []
     for gap, theirs in near:
-        if told and gap > 2 * near[0][0]:
+        if found and gap > 2 * near[0][0]:
             break
-        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in told):
+        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in found):
             continue
         if bool(((scores[theirs] - scores[chosen]).abs() <= 2 * far).all()):
-            told.append(theirs)
-    return told
+            found.append(theirs)
+    return found
 
 
-def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
-    """A choice of another score in place of one that is about as large, the nearest two."""
+def _swap_nearest(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
+    """Replace a chosen score by the nearest score that is not chosen, if roundings reach it."""
     left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
     gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~left, math.inf)
     place, other = divmod(int(gaps.argmin()), len(scores))
@@ -263,9 +270,9 @@ def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
 
 
 def untold(rows: Sequence[Row], other: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows without those that fail by no more than other choices explain, and words for them.
+    """Drop rows that fail by no more than alternative choices explain; return the rest and a note.
 
-    `other` are those of the original itself with these choices, against the same bounds.
+    `other` are the rows of the original itself with the alternative choices, for the same bounds.
     """
     moved = {(row.condition, row.kind, row.name, row.step): row.error for row in other}
     out = []

@@ -1,4 +1,4 @@
-"""Copies that ranks have of a tensor of the original, and the whole that they make."""
+"""Ranks' copies of the original's tensors, and the full tensors assembled from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from schedlang.passes.verify.spilled import Spilled, spill
 
 @dataclass(frozen=True)
 class Copy:
-    """A rank's copy of a tensor of the original: under which name, which elements, their values.
+    """One rank's copy of elements of an original tensor.
 
-    here   which elements of what the rank holds, there which of the original's
-    held   what the rank holds, maybe in a file; None where it has no gradient
+    name     the tensor's name on the rank
+    `here`   the elements' region in the rank's tensor
+    `there`  the elements' region in the original's tensor
+    `held`   the rank's tensor, maybe in a file; None if the rank has no gradient
     """
 
     rank: int
@@ -26,16 +28,16 @@ class Copy:
     here: Region
     there: Region
     held: Spilled | None
-    factor: float = 1.0  # by which values are multiplied
+    factor: float = 1.0  # multiplies the values
 
     @property
     def places(self) -> Tensor:
-        """The number of each element among the original's."""
+        """The index of each element in the original's tensor."""
         return self.there.numbers
 
     @property
     def values(self) -> Tensor | None:
-        """The value of each element."""
+        """The value of each element; None without a tensor."""
         if self.held is None:
             return None
         found = self.here.within(self.held.read().reshape(-1)).reshape(-1)
@@ -45,7 +47,11 @@ class Copy:
 def joined(
     copies: Sequence[Copy], shape: torch.Size, folder: str | None
 ) -> tuple[Tensor, float, float]:
-    """The whole tensor of ranks' copies, how far others are from the first, and its size."""
+    """Assemble a full tensor from ranks' copies.
+
+    Returns the tensor, the largest distance of another copy from the first copy of the same
+    elements, and the norm of the assembled elements.
+    """
     nothing = torch.tensor(math.nan, dtype=torch.float64)
     out = spill(nothing.expand(shape.numel()), folder).read()
     done = torch.zeros(shape.numel(), dtype=torch.bool)
@@ -56,7 +62,7 @@ def joined(
         values = values.reshape(one.there.shape)
         before, known = one.there.within(out), one.there.within(done)
         if bool(known.any()):
-            every = bool(known.all())  # without a copy of what is known
+            every = bool(known.all())  # avoids a copy of known elements
             gap = before - values if every else (before - values)[known]
             far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
             if every:

@@ -1,18 +1,24 @@
-"""Judge a program that was written elsewhere: run its ranks, run the original, compare, explain.
+"""Verify a distributed program that was written elsewhere against its original model.
 
-The way of the data. `posed` reads files into a `Task`, and `judge` makes a `Trial` of it: the
-original in float64 or in a low dtype, and the conditions under which both sides train. The trial
-runs on ranks (`trial.py`): each makes its `TrainingProgram` (`program.py`), finds by values what it
-holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `places.py`), trains
-(`subject.py`, `copies.py`), saves and loads (`loaded.py`); rank 0 returns what it saw, and `Kept`.
-The original then trains likewise, and the two are compared: in float64 here, by the gates of
-`verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
-and gaps that only judged programs have are made in `beside.py`. Where rows fail, sentences say how:
-what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`) of
-those of ranks or of parts of the batch (`parts.py`), and which module is the first to differ in a
-step that both sides run once more (`located.py`, `calls.py`, `modules.py`), taken apart by the
-terms of its gradient (`terms.py`), the elements that ranks own, what its module takes and the words
-that it depends on (`taken.py`).
+How a verdict is made:
+
+* `posed` reads the files into a `Task`. `judge` makes a `Trial` of the task: the original in
+  float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
+* The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`) and
+  matches its tensors with the original's by value (`layouts.py`, `regions.py`), as well as its
+  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`,
+  `rank_copies.py`), saves and loads (`state_loading.py`). Rank 0 returns its observation and what
+  ranks recorded besides (`record.py`).
+* The original trains under the same conditions, and both are compared: in float64 with the gates of
+  `verify`, in a low dtype with the distance that roundings move the original (`low_dtype.py`,
+  `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
+* Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
+  gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
+  (`batch_parts.py`); `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
+  step again on both sides and names the first module that differs (`module_calls.py`,
+  `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
+  elements that one rank owns, the module's inputs, the positions it depends on
+  (`module_inputs.py`).
 """
 
 from __future__ import annotations
@@ -47,8 +53,8 @@ from schedlang.passes.judge.kinds import kinds
 from schedlang.passes.judge.located import located
 from schedlang.passes.judge.parts import Parts
 from schedlang.passes.judge.program import Make, check_ranks, load_program
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.rounded import Compared, lowered, rounded
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.judge.trial import Progress, Trial
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
@@ -78,17 +84,17 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-IGNORED = -100  # the label that torch's losses leave out
-_CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
+IGNORED = -100  # the default of torch's losses
+_CALLERS = ("judge/program.py", "judge/subject.py")  # files that call a user's functions
 
 
 @dataclass(frozen=True)
 class Task:
-    """A program, its original, and how they are compared.
+    """Task of `judge`: a program, its original, and how the two are compared.
 
-    vary  some batches are changed where all of them together hide something
-    told  ranks' lines go to the standard error: the standard output is a document
-    dtype what the program is run in, by the word of it, where that is not float64
+    vary    change some batches, so that they show what the given batches all hide
+    `told`  print ranks' lines on standard error, because standard output is a document
+    dtype   name of the dtype that the program is run in; None: float64
     """
 
     make: Make
@@ -110,21 +116,21 @@ def judge(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a program with its original; on failure say by which arithmetic it errs.
+    """Compare a program with its original; if they differ, explain the difference.
 
     Raises Refusal for a program or batch that cannot be run, RankDied or Hang for a run that
     failed.
     """
     start = time.perf_counter()
     _check_world(task.world)
-    exact = check_trained(_widened(task))
+    exact = check_trained(_float64_case(task))
     progress("the original")
-    told, seen, derived = _conditions(exact, task)
+    conditions, seen, derived = _conditions(exact, task)
     case = exact
     if task.dtype is not None:
-        case, told = lowered(task.dtype, _planned(task, task.original), told)
+        case, conditions = lowered(task.dtype, _plain_case(task, task.original), conditions)
     sides = pool or shared(), task.dtype is None, task.told
-    trial = Trial(case, task.make, task.world, tuple(told), *sides)
+    trial = Trial(case, task.make, task.world, tuple(conditions), *sides)
     try:
         with temporary() as folder:
             report = _Judging(task, trial, exact, seen, derived).verdict(folder, progress)
@@ -136,7 +142,13 @@ def judge(
 
 @dataclass(frozen=True)
 class _Judging:
-    """A trial, the original in float64, and batches: all that show, what of them was derived."""
+    """Inputs of a verdict.
+
+    trial    the program and its original
+    exact    the original in float64
+    seen     all batches of the runs
+    derived  names of the changes made to the given batches
+    """
 
     task: Task
     trial: Trial
@@ -145,42 +157,42 @@ class _Judging:
     derived: Sequence[str]
 
     def verdict(self, folder: str, progress: Progress) -> Report:
-        """Run both sides, compare them, and explain what differs."""
-        trial, actual, kept = self.trial.ran(folder, progress)
-        told, actual = as_trained(trial.told, actual, kept)
+        """Run both sides, compare them, and explain the differences."""
+        trial, actual, record = self.trial.ran(folder, progress)
+        conditions, actual = as_trained(trial.conditions, actual, record)
         if self.task.dtype is None:
-            found = _in_float64(trial, told, actual, kept)
+            found = _in_float64(trial, conditions, actual, record)
         else:
-            found = rounded(self.task.dtype, trial, told, actual, kept)
-        check_original(self.exact, told, found.first)
+            found = rounded(self.task.dtype, trial, conditions, actual, record)
+        check_original(self.exact, conditions, found.first)
         report = Report(
             (
-                *initial(trial.case.plan.model.model, kept),
-                *dropped(trial.drops, kept),
-                *waits.rows(kept.unwaited),
+                *initial(trial.case.plan.model.model, record),
+                *dropped(trial.drops, record),
+                *waits.rows(record.unwaited),
                 *found.rows,
-                *saved(trial.case, found.actual, kept, told),
-                *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
+                *saved(trial.case, found.actual, record, conditions),
+                *(record.loaded.rows(conditions[-1]) if record.loaded else ()),
             ),
-            facts=(*self._facts(kept), *found.facts),
-            gaps=self._gaps(trial, found, kept),
+            facts=(*self._facts(record), *found.facts),
+            gaps=self._gaps(trial, found, record),
             unchecked=tuple(found.unsure),
         )
         if all(row.ok for row in report.rows):
             return report
         progress("the kind of mistake")
-        where = located(trial, told, report, kept, self.task.dtype, found.chosen)
-        named = replace(trial, told=tuple(told))
+        where = located(trial, conditions, report, record, self.task.dtype, found.chosen)
+        named = replace(trial, conditions=tuple(conditions))
         parts = Parts(named if trial.wide else named.exact, self.seen.labels, where.rows)
         if found.bounds is None:
-            said = kinds(report, found.expected, found.actual, kept, trial.world, parts, where)
+            said = kinds(report, found.expected, found.actual, record, trial.world, parts, where)
         else:
-            about = found.bounds, found.actual, kept, trial.world, parts, where
+            about = found.bounds, found.actual, record, trial.world, parts, where
             said = causes(report.rows, *about)
         return replace(report, localised=said)
 
-    def _facts(self, kept: Kept) -> Iterator[tuple[str, str]]:
-        holdings, ranks = kept.holdings, self.task.world
+    def _facts(self, record: Kept) -> Iterator[tuple[str, str]]:
+        holdings, ranks = record.holdings, self.task.world
         assert holdings is not None
         yield "", f"{ranks} rank{'s' * (ranks > 1)}"
         yield "seed", str(self.task.seed)
@@ -195,38 +207,40 @@ class _Judging:
         for name, count in holdings.padding.items():
             yield "padding", f"{count} elements of {name}"
 
-    def _gaps(self, trial: Trial, found: Compared, kept: Kept) -> tuple[Gap, ...]:
-        assert kept.holdings is not None
+    def _gaps(self, trial: Trial, found: Compared, record: Kept) -> tuple[Gap, ...]:
+        assert record.holdings is not None
         named = dict(trial.case.plan.model.model.named_parameters())
         sizes = {name: p.numel() for name, p in named.items()}
         drawn = len(trial.drops.sites)
-        gone = gaps(self.seen, sizes=kept.holdings.axes, drawn=drawn, parameters=sizes)
+        gone = gaps(self.seen, sizes=record.holdings.axes, drawn=drawn, parameters=sizes)
         left = [one for one in gone if one.condition != "no float inputs"]
-        left += of_dropout(trial.drops, kept)
+        left += of_dropout(trial.drops, record)
         if all(p.requires_grad for p in named.values()):
             left.append(Gap("no frozen parameters", "frozen weights that are updated"))
-        left += of_saved(kept)
-        for name in sorted(kept.lost):
+        left += of_saved(record)
+        for name in sorted(record.lost):
             left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
-        return (*waits.gaps(kept.low), *left, *idle(found.expected), *unoffered(found.actual))
+        return (*waits.gaps(record.low), *left, *idle(found.expected), *unoffered(found.actual))
 
 
-def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept) -> Compared:
-    """Train the original likewise, and compare by the gates of `verify`."""
+def _in_float64(
+    trial: Trial, conditions: Sequence[Condition], seen: Observation, record: Kept
+) -> Compared:
+    """Train the original under the same conditions, and compare with the gates of `verify`."""
 
     def make(one: Condition) -> Sequential:
         options: dict[str, Any] = {"clip": one.clip, "evaluate": one.evaluate, "follow": False}
         return Sequential(twin(trial.case), one.optimizer, loss=trial.case.loss, **options)
 
     with ambient(*trial.modes):
-        first = observe(make, told, folder=trial.drops.folder)
-    expected, actual = alike(first, seen, kept)
+        first = observe(make, conditions, folder=trial.drops.folder)
+    expected, actual = alike(first, seen, record)
     return Compared(compare(expected, actual), first, expected, actual)
 
 
 @dataclass(frozen=True)
 class Posed:
-    """A task whose program, and maybe whose original, are files that ranks must load."""
+    """A task, and the files (of the program, of the original) that every rank must load."""
 
     task: Task
     title: str
@@ -234,16 +248,16 @@ class Posed:
 
     @contextlib.contextmanager
     def pool(self) -> Iterator[Pool]:
-        """Ranks that know the files."""
+        """Start ranks that can load the files."""
         with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
             yield pool
-            let_go()  # the verdict is there: to end ranks takes nothing of its time
+            let_go()  # the verdict is made: ending ranks does not count for its timeout
 
 
 def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
-    """Read the files of a program and of its original, by default the `model.py` beside it.
+    """Read the files of a program and of its original; default: the `model.py` beside the program.
 
-    `options` are those of Task; what they name is taken, and not what the files have.
+    `options` are fields of `Task`. A field that `options` names replaces what the files say.
     """
     files: dict[str, Path] = {}
     title, make, beside = "a program", program, None
@@ -274,22 +288,25 @@ def _check_world(world: int) -> None:
     )
 
 
-def _widened(task: Task) -> Case:
-    """The original in float64 with other weights, all different, under a plan without any row."""
+def _float64_case(task: Task) -> Case:
+    """Return the original in float64 with randomised, distinct weights; the plan has no rows."""
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
     module = randomised(as_float64(task.original), task.seed)
-    case = _planned(task, module)
+    case = _plain_case(task, module)
     return replace(case, batches=tuple(wide(dict(batch)) for batch in case.batches))
 
 
-def _planned(task: Task, module: nn.Module) -> Case:
+def _plain_case(task: Task, module: nn.Module) -> Case:
     return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
 def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:
-    """SGD on the batches as given, AdamW, clipped, on variants; what all show, what was derived."""
+    """Return the conditions, the batches that all runs use, and the names of derived changes.
+
+    SGD trains on the batches as given; AdamW, clipped, trains on variants of them.
+    """
     given = case.batches
 
     def cut(count: int) -> list[range]:
@@ -298,7 +315,7 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
     norm = _norm(case, given[0])
     assert norm is not None
     names = [n for n, v in integers(given[0]).items() if "label" in n or "target" in n]
-    found = {name: _left_out(case, given, name) for name in names}
+    found = {name: _ignored_label(case, given, name) for name in names}
     labels = [Labels(name, value) for name, value in found.items() if value is not None]
     seen = Batches(given, cut, labels)
     made, derived = list(given), []
@@ -309,18 +326,18 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
                 made[place] = given[place]
             else:
                 derived += words
-    told = [replace(one, follow=False) for one in conditions(given, norm, made)]
-    return told, replace(seen, all=(*given, *made)), derived
+    made_conditions = [replace(one, follow=False) for one in conditions(given, norm, made)]
+    return made_conditions, replace(seen, all=(*given, *made)), derived
 
 
 def _norm(case: Case, batch: Batch) -> float | None:
-    """The gradient norm of the original at a batch; None for one that it does not take."""
+    """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
         with ambient(Float64(), Undropped(Still())):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
     except Refusal:
         raise
-    except Exception as error:  # whatever the model raises for what its user never gave it
+    except Exception as error:  # any error of the model for a derived batch
         if batch is not case.batches[0]:
             return None
         text = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -330,8 +347,8 @@ def _norm(case: Case, batch: Batch) -> float | None:
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 
-def _left_out(case: Case, given: Sequence[Batch], name: str) -> int | None:
-    """The label that does not count: -100 if the original takes it, or one below 0 in batches."""
+def _ignored_label(case: Case, given: Sequence[Batch], name: str) -> int | None:
+    """Return the label that the loss ignores: -100 if accepted, else a negative one."""
     least = min(int(batch[name].min()) for batch in given if batch[name].numel())
     for value in (IGNORED, least):
         changed = given[0][name].clone().reshape(-1)

@@ -1,4 +1,4 @@
-"""The arithmetic of a program's mistakes: one plain sentence for each group of tensors."""
+"""Explain a program's mistakes in float64: one sentence of arithmetic for each group of tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.gradient_errors import PartPattern, explain_copies, of_gradient
 from schedlang.passes.judge.loaded import LOADED, NEXT
-from schedlang.passes.judge.parts import Cut, Parts
+from schedlang.passes.judge.parts import Parts
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.steps import MOST_NAMES, left_apart, of_steps, said_of
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.judge.waits import STRIDES, WAITS
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, explain, fits
 from schedlang.passes.verify.compare import FLOOR
@@ -22,22 +22,21 @@ from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
 MOST_GROUPS = 6
-ROUNDING = 1e-2  # the largest error that may be one of few bits
-SPARE = 3  # numbers more than unknown ones, that none of them fits by chance
+ROUNDING = 1e-2  # the largest error that a low dtype may cause
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED = "saved state"
 MICRO = "microbatches"
-_OF_STATE = (SAVED, LOADED, NEXT)
+_STATE_KINDS = (SAVED, LOADED, NEXT)
 
 
 @dataclass(frozen=True)
 class Located:
-    """The first module that is wrong, in words; what a rank's step is, beside the original's.
+    """The first wrong module, in words, and facts of the ranks' steps compared with the original's.
 
-    turns    how often a rank runs what the original runs once: microbatches
-    factors  by rank, that of the first gradient which it has
-    rows     of the batch in each of ranks' calls, where these share them
-    how      the text tells how every number comes about
+    `turns`  how often a rank runs what the original runs once: microbatches
+    factors  the factor of a rank's first gradient, by rank
+    rows     the batch rows of each of the ranks' calls, if they divide the rows
+    `how`    whether the text explains every number
     """
 
     text: str = ""
@@ -51,86 +50,112 @@ def kinds(
     report: Report,
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     world: int,
     parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
-    """Say a sentence of each group of tensors that are wrong alike, and `where`."""
-    assert kept.holdings is not None
-    sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
+    """Explain failing rows: one sentence for each group of tensors with the same error.
+
+    `where`, the first wrong module, comes first.
+    """
+    assert record.holdings is not None
+    sizes = {name: size for name, size in record.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
     if other := other_start(wrong):
         return other
-    found: dict[Pattern, list[str]] = {}
-    first_ones = [*_first_gradients(wrong)]
-    least = _least(expected, first_ones)
-    far = any(row.error > ROUNDING for row in first_ones)
-    for row in first_ones:
-        key = Key(row.condition, "gradients", 0, row.name)
-        want, got = expected.tensors.get(key), actual.tensors.get(key)
-        if want is not None and float(want.norm()) < least:
-            continue  # it is zero but for roundings, as of a bias that a softmax does not see
-        copies = kept.of(row.condition, row.name)
-        if want is not None and got is not None and fits(got.double(), want.double()):
-            text = _of_copies(want.reshape(-1).double(), _clipped(copies, got))
-            found.setdefault(Pattern(text), []).append(row.name)
-            continue
-        counts = _counted(sizes, world, where, want, got)
-        others = {
-            k.name: value
-            for k, value in expected.tensors.items()
-            if k[:3] == key[:3] and k.name != row.name
-        }
-        said = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
-        # beside what is known to be wrong, or is far off, a small error is no rounding
-        guess = said.short and (far or where.how and where.text)
-        found.setdefault(NONE if guess else said, []).append(row.name)
+    found = _explain_gradients(wrong, expected, actual, record, world, parts, where, sizes)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
-    # what gradients are made of that are right in parts of the batch is no module that is wrong
-    right = bool(found) and all(isinstance(said, _OfParts) for said in found)
+    # if gradients are sums over parts of the batch, each module is right
+    right = bool(found) and all(isinstance(said, PartPattern) for said in found)
     lines = [("first module", where.text)] * bool(where.text and (where.how or not right))
     lines += [("gradients", said_of(p.text, n, len(asked))) for p, n in found.items() if p]
-    lines += list(_of_loss(wrong, expected, actual, kept, world, where, parts))
-    lines = list(_of_norm(wrong, expected, actual, kept)) or lines
-    if kept.stepped and any(row.kind == "parameters" for row in wrong):
-        text = (
-            f"the step itself changes {quoted(sorted(kept.stepped), MOST_NAMES)}: the judge steps"
-        )
-        lines.insert(0, ("parameters", f"{text} the optimizer after it"))
-    if kept.replaced:
-        text = f"the step puts other parameters for {quoted(sorted(kept.replaced), MOST_NAMES)}"
-        lines.insert(0, ("parameters", f"{text}: the optimizer steps those that were there before"))
+    lines += list(_explain_loss(wrong, expected, actual, record, world, where, parts))
+    lines = list(_explain_norm(wrong, expected, actual, record)) or lines
+    lines = [*_explain_step_changes(wrong, record), *lines]
     first = report.first
     if not lines and first is not None and (apart := left_apart(wrong, first)):
         text = (
             f"{quoted(apart, MOST_NAMES)}: with right gradients ranks hold different values after "
         )
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
-    lines = lines or [*of_steps(wrong, first, expected, actual, kept, sizes)]
-    if not lines and first is not None and first.kind not in (*_OF_STATE, WAITS):
-        text = _of_row(first, expected, actual, sizes)
+    lines = lines or [*of_steps(wrong, first, expected, actual, record, sizes)]
+    if not lines and first is not None and first.kind not in (*_STATE_KINDS, WAITS):
+        text = _explain_first(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
-    lines += list(_of_loaded(wrong))
-    lines = [*_of_waits(wrong), *_of_strides(wrong, kept), *lines, *_of_masks(wrong)]
-    lines += list(_conditions(wrong, report))
+    lines += list(_explain_loading(wrong))
+    lines = [
+        *_explain_waits(wrong),
+        *_explain_strides(wrong, record),
+        *lines,
+        *_explain_masks(wrong),
+    ]
+    lines += list(_explain_variants(wrong, report))
     return tuple(lines[:MOST_GROUPS])
 
 
-def _of_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_gradients(
+    wrong: Sequence[Row],
+    expected: Observation,
+    actual: Observation,
+    record: Kept,
+    world: int,
+    parts: Parts,
+    where: Located,
+    sizes: Mapping[str, int],
+) -> dict[Pattern, list[str]]:
+    """Return the patterns of the first step's wrong gradients, with their parameters."""
+    found: dict[Pattern, list[str]] = {}
+    first_ones = [*_first_gradients(wrong)]
+    least = _least_norm(expected, first_ones)
+    far = any(row.error > ROUNDING for row in first_ones)
+    for row in first_ones:
+        key = Key(row.condition, "gradients", 0, row.name)
+        want, got = expected.tensors.get(key), actual.tensors.get(key)
+        if want is not None and float(want.norm()) < least:
+            continue  # zero but for roundings, like a key's bias before a softmax
+        copies = record.of(row.condition, row.name)
+        if want is not None and got is not None and fits(got.double(), want.double()):
+            text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
+            found.setdefault(Pattern(text), []).append(row.name)
+            continue
+        counts = _possible_factors(sizes, world, where, want, got)
+        others = {
+            k.name: value
+            for k, value in expected.tensors.items()
+            if k[:3] == key[:3] and k.name != row.name
+        }
+        said = of_gradient(want, got, _scale_copies(copies, got), counts, parts, row, others)
+        # a small error is no rounding if a module is known to be wrong, or others are far off
+        guess = said.short and (far or where.how and where.text)
+        found.setdefault(NONE if guess else said, []).append(row.name)
+    return found
+
+
+def _explain_step_changes(wrong: Sequence[Row], record: Kept) -> Iterator[tuple[str, str]]:
+    """Report parameters that the step itself replaces or changes."""
+    if record.replaced:
+        text = f"the step puts other parameters for {quoted(sorted(record.replaced), MOST_NAMES)}"
+        yield "parameters", f"{text}: the optimizer steps those that were there before"
+    if record.stepped and any(row.kind == "parameters" for row in wrong):
+        text = f"the step itself changes {quoted(sorted(record.stepped), MOST_NAMES)}: the judge"
+        yield "parameters", f"{text} steps the optimizer after it"
+
+
+def _explain_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
     return ((WAITS, f"{row.name}: {row.note}") for row in wrong if row.kind == WAITS)
 
 
-def _of_strides(wrong: Sequence[Row], kept: Kept) -> Iterator[tuple[str, str]]:
-    """Say where tensors are sent in the order of memory, if what is computed is not right."""
-    if kept.strided and any(row.kind not in (WAITS, DROPOUT) for row in wrong):
-        called = ", ".join(f"`{name}` ({line})" for name, line in sorted(kept.strided))
+def _explain_strides(wrong: Sequence[Row], record: Kept) -> Iterator[tuple[str, str]]:
+    """Report calls that send tensors in memory order, if a computed value is wrong."""
+    if record.strided and any(row.kind not in (WAITS, DROPOUT) for row in wrong):
+        called = ", ".join(f"`{name}` ({line})" for name, line in sorted(record.strided))
         yield WAITS, f"{called}: {STRIDES}"
 
 
-def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say of modules that drop otherwise how, those that do it alike together."""
+def _explain_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Describe modules with wrong dropout, grouped by what is wrong."""
     names: dict[str, list[str]] = {}
     for row in wrong:
         if row.kind == DROPOUT:
@@ -139,7 +164,7 @@ def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
-    """Say which weights a program starts from that are others; nothing where none are."""
+    """Describe initial weights that differ; empty if none do."""
     names: dict[str, list[str]] = {}
     for row in wrong:
         if row.kind == INITIAL:
@@ -149,12 +174,12 @@ def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
     return (("weights", f"{text}; what follows differs for that, right or wrong"),) * bool(said)
 
 
-def _counted(
+def _possible_factors(
     sizes: Mapping[str, int], world: int, where: Located, want: Tensor | None, got: Tensor | None
 ) -> Mapping[str, int]:
-    """The numbers that a gradient may be off by: ranks, axes, and microbatches where there are.
+    """Return the numbers that a gradient may be off by: ranks, axes, and microbatches.
 
-    Where ranks' gradients have been averaged, what is left is none of the ranks.
+    If ranks' gradients were already averaged, only the microbatches remain.
     """
     if where.turns < 2 or want is None or got is None or got.shape != want.shape:
         return sizes
@@ -163,10 +188,10 @@ def _counted(
     own = set(where.factors.values())
     if world > 1 and len(own) == 1 and math.isclose(factor * world, own.pop(), rel_tol=1e-6):
         return {MICRO: where.turns}
-    return _either(sizes, world, where.turns)
+    return _add_microbatches(sizes, world, where.turns)
 
 
-def _either(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
+def _add_microbatches(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
     if turns < 2:
         return sizes
     if turns != world:
@@ -175,7 +200,7 @@ def _either(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, in
 
 
 def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
-    """The failing gradients of the first step of the first condition in which some fail."""
+    """Yield failing gradients of the first step, in the first condition that has some."""
     rows = [row for row in wrong if _gradient_of(row)]
     if not rows:
         return
@@ -187,8 +212,8 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
             yield replace(row, name=name)
 
 
-def _least(expected: Observation, rows: Sequence[Row]) -> float:
-    """The norm below which a right gradient is zero; 0 where all that are wrong are."""
+def _least_norm(expected: Observation, rows: Sequence[Row]) -> float:
+    """Return the norm below which a gradient counts as zero; 0 if all wrong ones are below."""
     conditions = {(row.condition, "gradients", 0) for row in rows}
     sizes = {
         k.name: float(v.norm())
@@ -200,15 +225,15 @@ def _least(expected: Observation, rows: Sequence[Row]) -> float:
 
 
 def _gradient_of(row: Row) -> str:
-    """The parameter whose gradient a row is about, or whose copies; empty if it is about none."""
+    """Return the parameter whose gradient, or whose copies, a row compares; "" for other rows."""
     if row.kind not in ("gradients", "replicas") or row.step != 0:
         return ""
     other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
     return "" if other else row.name.removeprefix("gradient of ")
 
 
-def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
-    """The ranks' values as the judge scaled them, by what was done to the first of them."""
+def _scale_copies(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
+    """Scale the ranks' copies as the judge scaled the assembled gradient."""
     first = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
     if first is None or got is None or first.values is None:
         return copies
@@ -219,229 +244,19 @@ def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
     return [replace(c, factor=c.factor * factor) for c in copies]
 
 
-# ---- One gradient.
+# ---- Loss, norm, loading, initial state.
 
 
-class _OfParts(Pattern):
-    """A gradient that is made of right ones of parts of the batch."""
-
-
-def of_gradient(
-    want: Tensor | None,
-    got: Tensor | None,
-    copies: Sequence[Copy],
-    sizes: Mapping[str, int],
-    parts: Parts,
-    row: Row,
-    others: Mapping[str, Tensor | None] | None = None,
-) -> Pattern:
-    """Say how a wrong gradient comes from the right one, those of the ranks, or of `others`."""
-    if want is None:
-        return Pattern("the original has none" if got is not None else "")
-    if got is None:
-        return Pattern("no rank has one: detached, or never computed")
-    flat = want.reshape(-1).double()
-    text = _of_copies(flat, copies)
-    if text:
-        return Pattern(text)
-    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_rows(*_named(row)))
-    if text := next(filter(None, said), ""):
-        return _OfParts(text)
-    found = diagnose(got, want, {**sizes, **parts.labelled(row.condition)}, others)
-    if found and found.how and not found.short:
-        return found
-    if text := _of_ranks(flat, copies, parts.counts(row.condition)):
-        return Pattern(text)
-    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_words(*_named(row)))
-    text = next(filter(None, said), "")
-    return _OfParts(text) if text else found
-
-
-def _named(row: Row) -> tuple[str, str]:
-    return row.name, row.condition
-
-
-def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
-    """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
-    if not bool(got.isfinite().all()):
-        return ""
-    mean = torch.stack(list(cut.parts)).mean(0)
-    if not _along(got, mean) or _along(want, mean):
-        return _weighed(want, got, cut)
-    return mean_of(want, cut)
-
-
-def mean_of(want: Tensor, cut: Cut) -> str:
-    """Say that something is the plain mean of what parts give, and why that is not right."""
-    said = f"it is the plain mean of what {len(cut.parts)} parts of {cut.whole} give by themselves"
-    columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
-    weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
-    if fits((columns @ weights).reshape(want.shape), want):
-        each = ", ".join(f"{float(w / weights.sum()):.3g}" for w in weights)
-        return (
-            f"{said}, but they weigh {each}: divide the sum of all losses by the count of all "
-            "labels (or rows)"
-        )
-    return (
-        f"{said}; the original sees the whole batch at once (statistics of a batch norm, a loss "
-        "over all rows)"
-    )
-
-
-def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
-    """Whether both gradients are sums of those of parts, with other weights; and by how much."""
-    columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
-    if len(columns) < len(cut.parts) + SPARE:
-        return ""  # too few numbers to show it
-    both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
-    weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
-    sums = zip((columns @ weights).T, both.T)
-    if int(rank) < len(cut.parts) or not all(fits(a, b) for a, b in sums):
-        return ""
-    times = (weights[:, 0] / weights[:, 1]).tolist()
-    most = max(map(abs, times))
-    apart = max(times) - min(times) >= 1e-6 * most > 1e-12  # else it is zero, or all count alike
-    if not all(map(math.isfinite, times)) or not apart:
-        return ""
-    return counted([one if abs(one) > 1e-6 else 0.0 for one in times], cut.whole)
-
-
-def counted(times: Sequence[float], whole: str) -> str:
-    """Say how often parts of a batch count that should count once."""
-    each = ", ".join(f"{one:.4g}" for one in times)
-    return f"{len(times)} parts of {whole} count {each} times what they should"
-
-
-def _along(x: Tensor, r: Tensor) -> bool:
-    """Whether two tensors are one but for a positive factor (what clipping has left of it)."""
-    if x.shape != r.shape or not x.any() or not r.any():
-        return False
-    factor = float((x * r).sum() / (r * r).sum())
-    return factor > 0 and fits(x, factor * r)
-
-
-def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
-    """Say how copies of the same elements, on several ranks or one, differ; "" if they agree."""
-    groups: dict[bytes, list[Copy]] = {}
-    for copy in copies:
-        if len(copy.there):
-            groups.setdefault(copy.places.sort().values.numpy().tobytes(), []).append(copy)
-    said = {_of_group(want, group) for group in groups.values()}
-    said.discard("")
-    return sorted(said)[0] if said else ""
-
-
-def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
-    there = [copy for copy in group if copy.held is not None]
-    absent = [copy for copy in group if copy.held is None]
-    if len(group) < 2 or not there:
-        return ""
-    order = there[0].places.sort().values
-    right = want[order]
-    values = [copy.values[copy.places.argsort()].double() for copy in there]  # type: ignore[index]
-    different: list[Tensor] = []
-    for value in values:
-        if not any(fits(value, one) for one in different):
-            different.append(value)
-    if len(different) == 1 and not (absent and fits(different[0], right)):
-        return ""
-    good = [copy for copy, value in zip(there, values) if fits(value, right)]
-    bad = [copy for copy in group if not any(copy is one for one in good)]
-    if good:
-        none = all(copy.held is None for copy in bad)
-        return (
-            f"only {_who(good)} {'has' if len(_ranks_of(good)) == 1 else 'have'} the right value: "
-            f"{'there is none' if none else 'it is not the same'} on {_who(bad)}"
-        )
-    one_rank = len({copy.rank for copy in group}) < len(group)
-    where = "copies" if one_rank else "ranks"
-    names = sorted({copy.name for copy in group})
-    tie = f": a tie is broken between {quoted(names)}" if len(names) > 1 else ""
-    total, each = torch.stack(different).sum(0), torch.stack(values)
-    if fits(total, right) or fits(each.sum(0), right):
-        return f"{where} differ and their sum is right: a sum over {where} is missing{tie}"
-    if fits(each.mean(0), right) or fits(total / len(different), right):
-        return f"{where} differ and their mean is right: they are not averaged{tie}"
-    factor = float((total * right).sum() / (right * right).sum()) if right.any() else 0.0
-    if factor and fits(total, factor * right):
-        return (
-            f"{where} differ and their sum is {factor:.6g} times the right value: a sum over "
-            f"{where} is missing{tie}"
-        )
-    return f"{where} differ, and neither their sum nor their mean is right{tie}"
-
-
-def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[int]] = ()) -> str:
-    """Say which ranks' parts are wrong, and by which factor, or whose labels they are divided by.
-
-    counts  of labels in ranks' parts of the batch, as they may share it
-    """
-    right: list[Copy] = []
-    wrong: dict[str, list[Copy]] = {}
-    factors: dict[int, float] = {}
-    for copy in copies:
-        if copy.held is None or not len(copy.there):
-            continue
-        assert copy.values is not None
-        part, value = want[copy.places], copy.values.double()
-        if fits(value, part) or not part.any() and not value.any():
-            right.append(copy)
-            continue
-        factor = float((value * part).sum() / (part * part).sum()) if part.any() else math.nan
-        near = fits(value, factor * part)
-        factors[copy.rank] = factor if near else math.nan
-        text = f"{factor:.6g} times the right value" if near else "wrong"
-        wrong.setdefault("zero" if not value.any() else text, []).append(copy)
-    if not wrong or (not right and len(wrong) < 2):
-        return ""
-    if not right and (own := _by_own_labels([*factors.values()], counts)):
-        return own
-    said = [f"what {_who(ones)} holds is {text}" for text, ones in wrong.items()]
-    return f"{'; '.join(said)}" + (f"; that of {_who(right)} is right" if right else "")
-
-
-def _by_own_labels(factors: Sequence[float], counts: Sequence[Sequence[int]]) -> str:
-    """Say that ranks' parts of a sum are off as one over the labels of each rank's own rows."""
-    own: list[float] = []
-    for one in sorted(factors):
-        if not own or not math.isclose(one, own[-1], rel_tol=1e-6):
-            own.append(one)
-    for each in counts:
-        alone = sorted({*each}, reverse=True)
-        if len(alone) != len(own) or len(alone) < 2 or not alone[-1]:
-            continue
-        products = [factor * count for factor, count in zip(own, alone, strict=True)]
-        if all(math.isclose(one, products[0], rel_tol=1e-6) for one in products):
-            said = ", ".join(map(str, each))
-            text = (
-                "each rank divides what it holds of the sum over all labels by the count of its own"
-            )
-            return f"{text} ({said} of {sum(each)})"
-    return ""
-
-
-def _who(copies: Sequence[Copy]) -> str:
-    ranks = _ranks_of(copies)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _ranks_of(copies: Sequence[Copy]) -> list[int]:
-    return sorted({copy.rank for copy in copies})
-
-
-# ---- What is no gradient.
-
-
-def _of_loss(
+def _explain_loss(
     wrong: Sequence[Row],
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     world: int,
     where: Located,
     parts: Parts,
 ) -> Iterator[tuple[str, str]]:
-    """Say how a wrong loss of the first step comes from the right one, or from those of ranks."""
+    """Explain a wrong loss of the first step by the right one, or by the losses of ranks."""
     row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
     if row is None:
         return
@@ -451,22 +266,24 @@ def _of_loss(
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
     labelled = parts.labelled(row.condition)
-    found = diagnose(got, want, {**_either({"ranks": world}, world, where.turns), **labelled})
+    found = diagnose(
+        got, want, {**_add_microbatches({"ranks": world}, world, where.turns), **labelled}
+    )
     if found and found.how:
         text += f": {found.text}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
-    elif len(set(kept.losses)) > 1 and 0.0 not in kept.losses:
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
-    if 0.0 in kept.losses and any(kept.losses):
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
+    elif len(set(record.losses)) > 1 and 0.0 not in record.losses:
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
+    if 0.0 in record.losses and any(record.losses):
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
     yield "loss", text
 
 
-def _of_norm(
-    wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept
+def _explain_norm(
+    wrong: Sequence[Row], expected: Observation, actual: Observation, record: Kept
 ) -> Iterator[tuple[str, str]]:
-    """Say what a wrong norm counts too often, or not at all; only where gradients are right."""
+    """Explain a wrong gradient norm, if gradients are right: what it counts or omits."""
     row = next((row for row in wrong if row.kind == "gradient norm" and row.step == 0), None)
     if row is None or any(one.kind == "gradients" and one.step == 0 for one in _unclipped(wrong)):
         return
@@ -476,7 +293,9 @@ def _of_norm(
         return
     clipped = "clipped" in row.condition
     parts = {
-        name: _squares(copies) for (when, name), copies in kept.copies.items() if when == clipped
+        name: _squared_norms(copies)
+        for (when, name), copies in record.copies.items()
+        if when == clipped
     }
     held = math.sqrt(sum(each[0] for regions in parts.values() for each in regions))
     if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
@@ -486,7 +305,7 @@ def _of_norm(
         yield "gradient norm", f"{text} as the right ones: they are clipped before they are scaled"
         return
     off = float(got) ** 2 - float(want) ** 2
-    for names, amount, words in _counts(parts):
+    for names, amount, words in _miscounts(parts):
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{words} {quoted(names, MOST_NAMES)}"
             return
@@ -497,8 +316,8 @@ def _unclipped(wrong: Sequence[Row]) -> list[Row]:
     return [row for row in wrong if "clipped" not in row.condition]
 
 
-def _squares(copies: Sequence[Copy]) -> list[list[float]]:
-    """The squares of what ranks hold of a parameter: a list of copies for each part of it."""
+def _squared_norms(copies: Sequence[Copy]) -> list[list[float]]:
+    """Return the squared norms of a parameter's copies: a list of copies for each region."""
     found: list[tuple[Copy, list[float]]] = []
     for copy in copies:
         square = 0.0 if copy.values is None else float(copy.values.square().sum())
@@ -510,10 +329,10 @@ def _squares(copies: Sequence[Copy]) -> list[list[float]]:
     return [each for _, each in found]
 
 
-def _counts(
+def _miscounts(
     parts: Mapping[str, Sequence[Sequence[float]]],
 ) -> Iterator[tuple[list[str], float, str]]:
-    """Yield parameters, what a square gains if they are miscounted, and the mistake."""
+    """Yield parameters, the change of the squared norm by a miscount, and its description."""
     once = {name: sum(each[0] for each in regions) for name, regions in parts.items()}
     copies = [name for name, regions in parts.items() if any(len(each) > 1 for each in regions)]
     split = [name for name, regions in parts.items() if len(regions) > 1]
@@ -527,23 +346,25 @@ def _counts(
         yield names, -sum(once[name] for name in names), "it leaves out"
 
 
-def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say what of a saved state is lost or another, if training itself is right."""
+def _explain_loading(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Describe state that is lost or different after loading, if training itself is right."""
     found: dict[tuple[str, str], list[str]] = {}
-    of_state = [row for row in wrong if row.kind in _OF_STATE]
+    of_state = [row for row in wrong if row.kind in _STATE_KINDS]
     onward = "training goes on otherwise from it"
     if all(row.kind == NEXT and row.name != "loss" and " of " not in row.name for row in of_state):
         onward += ", with right gradients and state: a rate or a schedule is not loaded"
     for row in wrong:
-        if row.kind in _OF_STATE:
+        if row.kind in _STATE_KINDS:
             note = row.note or onward
             found.setdefault((row.kind, note), []).append(row.name)
-    if len(found) and all(row.kind in _OF_STATE for row in wrong):
+    if len(found) and all(row.kind in _STATE_KINDS for row in wrong):
         for (kind, note), names in found.items():
             yield kind, f"{len(names)} ({quoted(names, MOST_NAMES)}): {note}"
 
 
-def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+def _explain_first(
+    row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
+) -> str:
     if row.kind == "trainable set":
         return f"{row.note}: what the program trains is not what the original trains"
     if row.kind == "replicas":
@@ -553,10 +374,10 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
     return f"`{row.name}`: {found.text}{after * (row.kind == 'parameters')}" if found else ""
 
 
-def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
-    """Say that a program is right on the batches as given, where only variants show it wrong."""
+def _explain_variants(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
+    """Report that the program is right on the given batches, and wrong only on variants."""
     derived = dict(report.facts).get("derived")
-    named = {row.condition for row in wrong if row.condition and row.kind not in _OF_STATE}
+    named = {row.condition for row in wrong if row.condition and row.kind not in _STATE_KINDS}
     plain = next((row.condition for row in report.rows if row.condition), "")
     if derived and named and plain not in named:
         yield "only where", f"batches have {derived}: as they are given all is equal"

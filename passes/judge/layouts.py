@@ -1,8 +1,8 @@
-"""Each rank's part of the original: found by values, which all differ, or else by names.
+"""Match each rank's parameters with the original's: by values, which are all distinct, or by names.
 
-A layout is a number for each element of a rank's tensor: its place among all elements of the
-original's parameters laid side by side, -1 for padding. So every cut is one thing: shards of any
-dim in any order, interleaved and fused weights, flat parameters, transposed ones.
+A layout is a number for each element of a rank's tensor: its index in the concatenation of all
+original parameters, -1 for padding. One form thus describes every layout: shards of any dim in any
+order, interleaved and fused weights, flat parameters, transposed ones.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from schedlang.passes.judge.program import TrainingProgram
 from schedlang.passes.judge.regions import Region
 from schedlang.runtime.comm import world as comm
 
-# what wrappers put into names
+# parts of names that wrappers insert
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-_MOST = 8
+_MOST_LISTED = 8
 
 
 class Table:
-    """The elements of the original's parameters, each under a number, found by their values."""
+    """Index of all elements of the original's parameters, to look them up by value."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())  # a tied one by its first name
+        self.parameters = dict(module.named_parameters())  # tied ones under their first name
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self.aliases: dict[str, str] = {}
         first = {id(p): name for name, p in self.parameters.items()}
@@ -47,8 +47,8 @@ class Table:
         self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
 
     @cached_property
-    def _found(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All values in order, the number of each, and whether no other is as large."""
+    def _sorted_values(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All values sorted, the index of each, and whether each value occurs once."""
         flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
         values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
         ordered, order = values.sort()
@@ -59,8 +59,8 @@ class Table:
         return ordered, order, alone
 
     def find(self, values: Tensor) -> Tensor:
-        """The number of each element; -1 where none, or more than one, has its value."""
-        ordered, order, alone = self._found
+        """Return the index of each element; -1 where its value is unknown, or occurs twice."""
+        ordered, order, alone = self._sorted_values
         flat = values.detach().reshape(-1).double()
         if not len(ordered) or not len(flat):
             return torch.full((len(flat),), -1)
@@ -69,28 +69,28 @@ class Table:
         return torch.where(there, order[place], -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Names and shapes travel; values do not."""
+        """Pickle names and shapes, without values."""
         return {k: v for k, v in vars(self).items() if k not in ("parameters", "_found")}
 
     def forget(self) -> None:
-        """Let go of what values are looked up in, until one is looked up again."""
+        """Free the sorted values; the next lookup builds them again."""
         self.__dict__.pop("_found", None)
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether a dtype has all numbers of one of the original's: weights may be kept wider."""
+        """Return whether a dtype represents some original dtype exactly; it may be wider."""
         return any(torch.promote_types(dtype, own) == dtype for own in self.dtypes)
 
-    def same(self, said: str, numbers: Tensor, values: Tensor) -> bool:
-        """Whether values are those of a parameter's elements of these numbers."""
-        p = self.parameters[said].detach().to(values.dtype)
+    def same(self, name: str, numbers: Tensor, values: Tensor) -> bool:
+        """Return whether values equal a parameter's elements at these indices."""
+        p = self.parameters[name].detach().to(values.dtype)
         if numbers.numel() != values.numel():
             return False
-        region = Region.of(numbers.reshape(-1) - self.starts[said], numbers.shape)
+        region = Region.of(numbers.reshape(-1) - self.starts[name], numbers.shape)
         here = region.within(p.reshape(-1)).reshape(values.shape)
         return torch.equal(here, values.detach())
 
     def has(self, one: Held, own: Tensor) -> bool:
-        """Whether a rank's tensor has the values of the elements that it is known to hold."""
+        """Return whether a rank's tensor still has the values of the elements that it holds."""
         flat = own.reshape(-1)
         return not one.padding and all(
             torch.equal(here.within(flat).reshape(-1), there.within(p).reshape(-1).to(own.dtype))
@@ -99,12 +99,12 @@ class Table:
         )
 
     def numbers(self, name: str) -> Tensor:
-        """The numbers of all elements of a parameter, in its shape."""
+        """Return the index of each element of a parameter, in the parameter's shape."""
         start, shape = self.starts[name], self.shapes[name]
         return torch.arange(start, start + shape.numel()).reshape(shape)
 
     def pieces(self, index: Tensor, shape: Sequence[int]) -> dict[str, tuple[Region, Region]]:
-        """Return, by parameter, its elements in a rank's tensor, and their places in itself."""
+        """Return by parameter the region in a rank's tensor, and the region in the parameter."""
         here = (index >= 0).nonzero().reshape(-1)
         owners = torch.bucketize(index[here], self._bounds, right=True)
         found = {}
@@ -117,7 +117,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of a rank, by the name that it has there, and what it is of the original."""
+    """A rank's parameter, and which elements of the original it holds.
+
+    name      its name on the rank
+    `by`      "values" or "name"
+    padding   number of elements that are not the original's
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -126,22 +131,25 @@ class Held:
     by: str  # "values" or "name"
     mesh: tuple[tuple[str, int], ...] = ()
     pieces: Mapping[str, tuple[Region, Region]] = field(default_factory=dict)
-    padding: int = 0  # elements that are none of the original's
+    padding: int = 0  # elements that are not the original's
 
     def of(self, name: str, p: nn.Parameter) -> bool:
-        """Whether it is that of a parameter, as far as no values tell."""
+        """Return whether this describes a parameter, by all facts except its values."""
         own = local(p)
-        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh(p)
+        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh_axes(p)
         return seen == (self.name, self.shape, self.dtype, self.trains, self.mesh)
 
 
 def local(value: Tensor) -> Tensor:
-    """A rank's own part of a tensor."""
+    """Return a tensor's local part, if it is a DTensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a rank, each once, by name; of several chunks with the chunk's number."""
+    """Yield a rank's parameters, each once, with their names.
+
+    With several chunks, names begin with the chunk's number.
+    """
     seen: set[int] = set()
     for number, module in enumerate(modules):
         for name, p in module.named_parameters():
@@ -151,7 +159,7 @@ def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def candidates(name: str) -> Iterator[str]:
-    """Yield the names that it may have in the original: as it is, and without words of wrappers."""
+    """Yield possible original names: the name itself, and the name without parts from wrappers."""
     words = name.partition(":")[2].split(".") if ":" in name else name.split(".")
     yield ".".join(words)
     for count in range(1, len(WRAPPERS) + 1):
@@ -162,77 +170,77 @@ def candidates(name: str) -> Iterator[str]:
 
 
 def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
-    """The original's name of what a program calls so: said by the user, or found in its words."""
+    """Return the original's name: from the program's `names`, or derived from the name itself."""
     plain = name.partition(":")[2] or name
-    said = program.original_name(plain)
-    if said is not None:
-        if said not in known:
-            title = f"`names` calls `{plain}` `{said}`, which the original has not"
+    given_name = program.original_name(plain)
+    if given_name is not None:
+        if given_name not in known:
+            title = f"`names` calls `{plain}` `{given_name}`, which the original has not"
             helps = (f"the original has {quoted(known)}",)
             raise Refusal(Diagnostic("S767", title, helps=helps))
-        return said
+        return given_name
     return next((one for one in candidates(name) if one in known), None)
 
 
 def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]:
-    """Return what this rank holds, and in words what of it was not matched with the original."""
+    """Match this rank's parameters; also return descriptions of those without a match."""
     found, lost = [], []
     for name, p in named(program.modules):
         own = local(p.detach())
         if own.is_floating_point() and not table.takes(own.dtype):
-            meant = ", ".join(_word(one) for one in table.dtypes)
-            lost.append(f"`{name}` is {_word(own.dtype)}, not {meant}")
+            meant = ", ".join(_dtype_name(one) for one in table.dtypes)
+            lost.append(f"`{name}` is {_dtype_name(own.dtype)}, not {meant}")
             continue
-        numbers, by = _numbers(program, table, name, p, own)
+        numbers, by = _find_indices(program, table, name, p, own)
         if numbers is None:
             lost.append(f"`{name}` {tuple(p.shape)}")
             continue
         pieces, padding = table.pieces(numbers, own.shape), int((numbers < 0).sum())
         shape = tuple(own.shape)
         about = name, shape, own.dtype, p.requires_grad, by
-        found.append(Held(*about, _mesh(p), pieces, padding))
+        found.append(Held(*about, _mesh_axes(p), pieces, padding))
     table.forget()
     return found, lost
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mesh(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
+def _mesh_axes(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
     if not isinstance(p, DTensor):
         return ()
     words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
     return tuple(zip(words, p.device_mesh.shape))
 
 
-def _numbers(
+def _find_indices(
     program: TrainingProgram, table: Table, name: str, p: nn.Parameter, own: Tensor
 ) -> tuple[Tensor | None, str]:
-    """The number of each element, and by what it was found; None if the original has it not.
+    """Return the indices of a parameter's elements and how they were found; None: no match.
 
-    What has its name and, as it lies, its values is that: only others are looked up among all.
+    A parameter with a known name whose values match is done; only others are looked up by value.
     """
-    said = known_name(program, name, table.aliases)
+    original = known_name(program, name, table.aliases)
     known = None
-    if said is not None and (
-        isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[said]]
+    if original is not None and (
+        isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[original]]
     ):
-        known = _by_name(program, table, name, table.aliases[said], p)
-        if known is not None and table.same(table.aliases[said], known, own):
+        known = _indices_by_name(program, table, name, table.aliases[original], p)
+        if known is not None and table.same(table.aliases[original], known, own):
             return known.reshape(-1), "values" if own.numel() else "name"
     index = table.find(own)
-    if bool((index >= 0).all()) and (own.numel() or said is None):
+    if bool((index >= 0).all()) and (own.numel() or original is None):
         return index, "values"
-    if said is not None and known is None:
-        known = _by_name(program, table, name, table.aliases[said], p)
+    if original is not None and known is None:
+        known = _indices_by_name(program, table, name, table.aliases[original], p)
     if known is not None:
         return known.reshape(-1), "name"
-    return (index if _padded(p, own, index) else None), "values"
+    return (index if _is_padding(p, own, index) else None), "values"
 
 
-def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
-    """Whether what is not of the original is padding: zeros, or the end of a dim, or of a flat."""
+def _is_padding(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
+    """Return whether unmatched elements are padding: zeros, a dim's end, a flat parameter's."""
     unknown = index < 0
     flat = type(p).__name__ == "FlatParameter"
     if flat:
@@ -244,65 +252,65 @@ def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
     shaped = unknown.reshape(own.shape)
     for dim in range(own.dim()):
         rows = shaped.movedim(dim, 0).reshape(own.shape[dim], -1)
-        whole, some = rows.all(1), rows.any(1)
-        first = int(whole.long().argmax())
-        if bool((whole == some).all()) and bool(whole[first:].all()):
+        full, some = rows.all(1), rows.any(1)
+        first = int(full.long().argmax())
+        if bool((full == some).all()) and bool(full[first:].all()):
             return True
     return False
 
 
-def _by_name(
-    program: TrainingProgram, table: Table, name: str, said: str, p: nn.Parameter
+def _indices_by_name(
+    program: TrainingProgram, table: Table, name: str, original: str, p: nn.Parameter
 ) -> Tensor | None:
-    """The numbers of a rank's part of a tensor that goes by a known name; None if unlike."""
-    whole = table.numbers(said)
+    """Return the indices of a rank's part of a tensor with a known name; None if shapes differ."""
+    full = table.numbers(original)
     if isinstance(p, DTensor):
-        if p.shape != whole.shape:
+        if p.shape != full.shape:
             return None
-        spread = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        spread = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
         return spread.to_local()
     layout = (program.layouts or {}).get(name.partition(":")[2] or name)
     if layout is not None:
-        return declared(name, layout, whole)
-    return whole if p.shape == whole.shape else None
+        return declared(name, layout, full)
+    return full if p.shape == full.shape else None
 
 
-def declared(name: str, said: Any, whole: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank has, as the user says."""
-    placement, ranks = said if isinstance(said, tuple) else (said, None)
+def declared(name: str, declaration: Any, full: Tensor) -> Tensor:
+    """Return the part of a full tensor that this rank has by the user's declaration."""
+    placement, ranks = declaration if isinstance(declaration, tuple) else (declaration, None)
     rank = comm.rank()
     among = list(range(comm.size())) if ranks is None else list(ranks)
     if isinstance(placement, Replicate):
-        return whole
-    there = isinstance(placement, Shard) and -whole.dim() <= placement.dim < whole.dim()
+        return full
+    there = isinstance(placement, Shard) and -full.dim() <= placement.dim < full.dim()
     if not there or rank not in among:
         what = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
         if isinstance(placement, Shard) and not there:
-            what = f"of dim {placement.dim}, and it has {whole.dim()}"
+            what = f"of dim {placement.dim}, and it has {full.dim()}"
         title = f"the layout of `{name}` is {what}"
         helps = (
             "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "
             "ranks that hold the parts, which has this rank: `(Shard(0), [0, 1])`",
         )
         raise Refusal(Diagnostic("S767", title, helps=helps))
-    parts = whole.chunk(len(among), placement.dim)
+    parts = full.chunk(len(among), placement.dim)
     place = among.index(rank)
-    return parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return parts[place] if place < len(parts) else full.narrow(placement.dim, 0, 0)
 
 
-# ---- What all ranks hold together.
+# ---- Layouts of all ranks.
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The tensors that ranks hold, by rank, and the elements of the original that nobody holds."""
+    """Layouts of all ranks' parameters, and the original's elements that no rank holds."""
 
     ranks: tuple[tuple[Held, ...], ...]
     table: Table = field(repr=False)
 
     @cached_property
     def missing(self) -> dict[str, int]:
-        """The number of elements that no rank holds, for each parameter that has such elements."""
+        """Number of elements that no rank holds, by parameter, where there are any."""
         gone = {}
         for name in self.table.names:
             there = torch.zeros(self.table.shapes[name].numel(), dtype=torch.bool)
@@ -313,7 +321,7 @@ class Holdings:
         return {name: count for name, count in gone.items() if count}
 
     def stands(self, rank: int, modules: Sequence[nn.Module], table: Table) -> bool:
-        """Whether a rank's parameters still have the values, and the places, that were found."""
+        """Return whether a rank's parameters still have the values and layouts that were found."""
         now, before = [*named(modules)], self.ranks[rank]
         return len(now) == len(before) and all(
             one.by == "values" and one.of(name, p) and table.has(one, local(p.detach()))
@@ -327,9 +335,9 @@ class Holdings:
 
     @cached_property
     def groups(self) -> dict[str, str]:
-        """The first of the names that train as one tensor, by a name of the original or a program.
+        """The first name of the group that a parameter trains in, by original or program name.
 
-        Weights that a program fused cannot decay apart: the original's do not either.
+        Parameters that a program fuses share one weight decay, so the original's get one, too.
         """
         first = {name: name for name in self.table.names}
 
@@ -350,18 +358,18 @@ class Holdings:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype that a parameter is kept in on ranks, which may be wider than its own."""
+        """The dtype that ranks store a parameter in, by original name; maybe wider than its own."""
         first = {name: one.dtype for one in self.everything for name in one.pieces}
         return {name: first[own] for name, own in self.table.aliases.items() if own in first}
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the axes of meshes that DTensors lie on."""
+        """Sizes of the mesh axes of all DTensors."""
         return {name: size for one in self.everything for name, size in one.mesh if size > 1}
 
     @property
     def padding(self) -> dict[str, int]:
-        """The number of elements on all ranks that are none of the original's, by tensor."""
+        """Number of padding elements on all ranks, by tensor."""
         count: Counter[str] = Counter()
         for one in self.everything:
             count[one.name] += one.padding
@@ -369,14 +377,14 @@ class Holdings:
 
 
 def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> Holdings:
-    """Join what all ranks hold; refuse (S763) tensors that are none of the original's."""
+    """Join all ranks' layouts; refuse (S763) tensors that match nothing in the original."""
     lost = {text: rank for rank, (_, texts) in reversed([*enumerate(everyone)]) for text in texts}
     holdings = Holdings(tuple(tuple(found) for found, _ in everyone), table)
     if not lost:
         return holdings
     (text, rank), *_ = lost.items()
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST])}"]
+    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
     if holdings.missing:
         notes.append(f"of the original nobody holds {quoted(holdings.missing)}")
     raise Refusal(

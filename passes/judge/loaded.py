@@ -1,7 +1,7 @@
-"""Saved state loaded back: a program of the same ranks takes it, and trains on as the one before.
+"""Check that a program loads what it saved: a second program loads the state, and both train on.
 
-The other program is made from other weights and statistics, so that what is not loaded shows. Each
-rank compares what it holds itself: only sizes of differences travel.
+The second program is made from other weights and statistics, so that whatever is not loaded shows.
+Each rank compares its own tensors; ranks exchange only the errors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from schedlang.runtime.comm import world
 
 AS_BUILT = "not loaded: it is as it was built"
 OTHER, LOST, EXTRA = "not what was saved", "lost", "it was not there when the state was saved"
-_APART = 1.5  # by what saved statistics of the other program are multiplied
+_BUFFER_FACTOR = 1.5  # of the second program's persistent buffers
 
 LOADED, NEXT = "loaded state", "step after loading"  # kinds of rows
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Errors of ranks against what was saved, by name: each a number, and in words what it is."""
+    """Errors of ranks' loaded state, by name: the relative error, and a description."""
 
     state: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     step: Mapping[str, float] = field(default_factory=dict)
-    optimizer: bool = True  # whether its state is there afterwards, if it was there before
+    optimizer: bool = True  # whether its state is loaded, if there is any
 
     def rows(self, condition: Condition) -> Iterator[Row]:
-        """One row for each tensor, and for each of the next step."""
+        """Yield a row for each loaded tensor, and for each tensor of the next step."""
         last = len(condition.batches) - 1
         for name, (error, note) in self.state.items():
             yield Row(condition.name, LOADED, name, error, 0.0, not note, last, note)
@@ -58,61 +58,67 @@ class Loaded:
 
 
 def elsewhere(original: nn.Module, seed: int) -> nn.Module:
-    """The original with other weights, and other statistics where a state dict has them."""
+    """Copy the original with other weights, and with other persistent float buffers."""
     other = randomised(original, seed + 1)
     saved = other.state_dict()
     for name, buffer in other.named_buffers():
         if name in saved and buffer.is_floating_point():
-            buffer.mul_(_APART)
+            buffer.mul_(_BUFFER_FACTOR)
     return other
 
 
 def reloaded(old: Judged, *, step: bool = True) -> Loaded | None:
-    """Save, load into another program of these ranks, compare, and train a step more on both.
+    """Save, load into a second program on these ranks, compare, and train both for one more step.
 
-    None where the program offers no `load`. All ranks call alike.
+    Returns None if the program offers no `load`. All ranks must call this together.
     """
-    state = _taken(old.save())
+    state = _copy_state(old.save())
     if old.program.load is None:
         return None
     other, batch = elsewhere(old.original, 0), old.condition.batches[0]
-    fresh = Judged(old.make, other, old.condition, old.kept, old.begin, old)
+    fresh = Judged(old.make, other, old.condition, old.record, old.begin, old)
     built = {name: _sum(value) for name, value in fresh.state_here().items()}
-    fresh.load(_of_first(state))
+    fresh.load(_first_state(state))
     want, got = old.state_here(), fresh.state_here()
-    told = takes_optimizer(old.program.load) or any(map(_of_optimizer, got))
-    told = _any(told) or not _any(any(map(_of_optimizer, want)))
-    if not told:
-        want, got = ({k: v for k, v in one.items() if not _of_optimizer(k)} for one in (want, got))
-    found = {name: _told(name, want, got, built) for name in {**want, **got}}
-    seen = Loaded(_worst(found), optimizer=told)
+    with_optimizer = takes_optimizer(old.program.load) or any(map(_is_optimizer_state, got))
+    with_optimizer = _any_rank(with_optimizer) or not _any_rank(any(map(_is_optimizer_state, want)))
+    if not with_optimizer:
+        want, got = (
+            {k: v for k, v in one.items() if not _is_optimizer_state(k)} for one in (want, got)
+        )
+    found = {name: _load_error(name, want, got, built) for name in {**want, **got}}
+    seen = Loaded(_worst_errors(found), optimizer=with_optimizer)
     if not step:
         return seen
-    errors = {"loss": over(*_apart(*(one.train_step(batch) for one in (old, fresh))))}
-    errors |= _errors(old.gradients_here(), fresh.gradients_here())
-    if told:
-        errors |= _errors(old.state_here(), fresh.state_here())
+    errors = {"loss": over(*_distance(*(one.train_step(batch) for one in (old, fresh))))}
+    errors |= _relative_errors(old.gradients_here(), fresh.gradients_here())
+    if with_optimizer:
+        errors |= _relative_errors(old.state_here(), fresh.state_here())
     pairs = {name: (error, "") for name, error in errors.items()}
-    return Loaded(seen.state, {name: error for name, (error, _) in _worst(pairs).items()}, told)
+    return Loaded(
+        seen.state,
+        {name: error for name, (error, _) in _worst_errors(pairs).items()},
+        with_optimizer,
+    )
 
 
-def _any(mine: bool) -> bool:
+def _any_rank(mine: bool) -> bool:
     return any(world.all_gather_object(mine))
 
 
-def _of_optimizer(name: str) -> bool:
+def _is_optimizer_state(name: str) -> bool:
     return " of " in name
 
 
-def _taken(state: Any) -> Any:
-    """A copy of a saved state, as it is when it was written and read."""
+def _copy_state(state: Any) -> Any:
+    """Copy a saved state, as writing and reading a file would."""
     return pytree.tree_map(
         lambda v: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v), state
     )
 
 
-def _of_first(state: Any) -> Any:
-    """The state of this rank, or of the first that has one."""
+def _first_state(state: Any) -> Any:
+    """Return this rank's state; if it is empty, the state of the first rank that has one."""
     empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
     has = world.all_gather_object(not empty)
     if all(has) or not any(has):
@@ -126,22 +132,22 @@ def _sum(value: Any) -> float:
     return float(value.double().sum()) if isinstance(value, Tensor) and value.numel() else 0.0
 
 
-def _told(
+def _load_error(
     name: str, want: Mapping[str, Any], got: Mapping[str, Any], built: Mapping[str, float]
 ) -> tuple[float, str]:
-    """The error of one thing that was loaded, and what it is in words; 0 and "" if it is right."""
+    """Return the error of one loaded value and its description; (0, "") if it is right."""
     if name not in got:
         return math.inf, LOST
     if name not in want:
         return math.inf, EXTRA
-    gap, size = _apart(got[name], want[name])
+    gap, size = _distance(got[name], want[name])
     if gap == 0:
         return 0.0, ""
     return over(gap, size), AS_BUILT if _sum(got[name]) == built.get(name) else OTHER
 
 
-def _apart(a: Any, b: Any) -> tuple[float, float]:
-    """The distance of two values, and the size of the second."""
+def _distance(a: Any, b: Any) -> tuple[float, float]:
+    """Return the distance of two values, and the norm of the second."""
     if not isinstance(a, (Tensor, int, float)) or not isinstance(b, (Tensor, int, float)):
         return (0.0 if a == b else math.inf), 1.0
     a, b = torch.as_tensor(a), torch.as_tensor(b)
@@ -152,15 +158,15 @@ def _apart(a: Any, b: Any) -> tuple[float, float]:
     return float((a.double() - b.double()).norm()), float(b.double().norm())
 
 
-def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]:
+def _relative_errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]:
     return {
-        name: over(*_apart(got[name], want[name])) if name in got and name in want else math.inf
+        name: over(*_distance(got[name], want[name])) if name in got and name in want else math.inf
         for name in {**want, **got}
     }
 
 
-def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
-    """The greatest error of all ranks for each name."""
+def _worst_errors(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
+    """Return the largest error over all ranks, for each name."""
     found: dict[str, tuple[float, str]] = {}
     for one in world.all_gather_object(mine):
         for name, pair in one.items():

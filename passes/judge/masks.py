@@ -1,10 +1,10 @@
-"""Dropout of a judged program: its original's masks, at the places that ranks hold of them.
+"""Dropout of a judged program: the original's masks, at the places that ranks hold.
 
-A mask is a function of the seed, the step, the original's module, the call and the place in the
-tensor that the original drops from. Which place that is on a rank is told by values, as layouts of
-parameters are: once, before training, both sides run every batch with nothing dropped, and what a
-rank is about to drop from is looked up in what the original drops from. So rows, heads, words and
-features may be cut in any way, by wrappers, in DTensors or by hand, in any number of microbatches.
+A mask is a function of the seed, the step, the original's module, the call, and the place in the
+tensor that the original drops from. Places on a rank are found by values, as layouts of parameters
+are: before training, both sides run every batch without dropout, and the input of each of a rank's
+dropout calls is looked up in the original's inputs. Rows, heads, tokens and features may therefore
+be divided in any way, by wrappers, in DTensors or by hand, and in any number of microbatches.
 """
 
 from __future__ import annotations
@@ -33,32 +33,38 @@ BITS = 53
 DROPOUTS = frozenset(
     {f for f in LOGICAL if "dropout" in name(f)} | {F.scaled_dot_product_attention, *FUNCTIONS}
 )
-_DRAWS = DROPOUTS | LOGICAL.keys()  # any other function is called as it is
+_DRAWS = DROPOUTS | LOGICAL.keys()  # all other functions are called directly
 
 
-# ---- A dropout: what it is given, and the places of its masks.
+# ---- Dropout calls: their inputs, and the places of their masks.
 
 
 @dataclass
 class Drop:
-    """A dropout of the original: in which module, the how manyth there, and what it is given."""
+    """One dropout call of the original.
+
+    site     the module
+    call     the number of the call in the module
+    `given`  the inputs that tell where the mask applies
+    shape    of the mask
+    """
 
     site: str
     call: int
     kind: str
     given: list[Tensor]
     shape: tuple[int, ...]  # of its mask
-    _wholes: list[Whole] = field(default_factory=list)
+    _full_inputs: list[Whole] = field(default_factory=list)
 
     def places(self, kind: str, parts: Sequence[Tensor]) -> Tensor | None:
-        """The places in the mask of what a rank drops from; None if that is no part of it."""
+        """Find which mask elements a rank's inputs need; None: another call's inputs."""
         if kind != self.kind or len(parts) != len(self.given):
             return None
-        if not self._wholes:
-            self._wholes = [Whole(one) for one in self.given]
+        if not self._full_inputs:
+            self._full_inputs = [Whole(one) for one in self.given]
         if kind == "plain":
-            return placed(parts[0], self._wholes[0])
-        windows = [whole.window(part) for whole, part in zip(self._wholes, parts)]
+            return placed(parts[0], self._full_inputs[0])
+        windows = [full.window(part) for full, part in zip(self._full_inputs, parts)]
         if any(one is None for one in windows):
             return None
         first, last = windows[0], windows[-1]
@@ -72,7 +78,7 @@ class Drop:
 
 
 def given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
-    """The kind of a dropout, and the tensors that tell which part of a mask it needs."""
+    """Return the kind of a dropout, and the inputs that tell which part of a mask it needs."""
     if func in FUNCTIONS:
         return "recurrent", [args[0] if args[-1] else args[0].transpose(0, 1)]
     if func is F.scaled_dot_product_attention:
@@ -83,24 +89,24 @@ def given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[st
 
 
 def mask_shape(kind: str, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of the mask that a dropout draws for all of these, without trailing dims."""
+    """Return the shape of the mask for these inputs, without trailing dims."""
     if kind == "attention":
         return (*tensors[0].shape[:-1], tensors[1].shape[-2])
     return tuple(tensors[0].shape if kind == "plain" else tensors[0].shape[:2])
 
 
-def _locals(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """A rank's own parts; None where they are no parts, but terms of a sum."""
+def _local_tensors(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return local parts; None if some tensor is partial."""
     if any(p.is_partial() for t in tensors if isinstance(t, DTensor) for p in t.placements):
         return None
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-# ---- The modes: one notes what the original drops from, one finds parts of it, one drops.
+# ---- Modes: record the original's dropout, find a rank's parts of it, drop.
 
 
 class OfModules(Undropped):
-    """Nothing is dropped; what hooks of gradients draw, to compress them, is no part of a model."""
+    """Mode without dropout. Random draws in gradient hooks (of compression) stay as they are."""
 
     def __init__(self) -> None:
         super().__init__(Still())
@@ -109,14 +115,16 @@ class OfModules(Undropped):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        of_hook = computed_again() and not torch.is_grad_enabled()  # what is recomputed has them
+        of_hook = (
+            computed_again() and not torch.is_grad_enabled()
+        )  # a recomputation enables gradients
         if of_hook and func not in DROPOUTS and may_draw(func, kwargs):
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class Noting(OfModules):
-    """Drops nothing, and hears of every dropout of a training step."""
+    """Mode without dropout that records every dropout call of a training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,45 +138,44 @@ class Noting(OfModules):
         if may_draw(func, kwargs) and trains():
             if func in DROPOUTS:
                 if masks(func, args, kwargs) and not illogical(func, args, kwargs):
-                    with (
-                        torch.no_grad()
-                    ):  # what autograd keeps is counted, where it is computed again
+                    # checkpointing counts tensors that autograd saves
+                    with torch.no_grad():
                         self.heard(*given(func, args, kwargs))
             elif func in LOGICAL or illogical(func, args, kwargs):
                 self.others.add((scope.site(), name(func)))
         return super().__torch_function__(func, types, args, kwargs)
 
     def heard(self, kind: str, tensors: list[Tensor]) -> None:
-        """Note a dropout with a copy of what it is given."""
+        """Record a dropout call with copies of its inputs."""
         site = scope.site()
         kept = [one.detach().clone() for one in tensors]
         self.drops.append(Drop(site, scope.next_call(site), kind, kept, mask_shape(kind, tensors)))
 
 
 def trains() -> bool:
-    """Whether a training step runs here: what evaluates drops nothing."""
+    """Return whether a training step runs here; nothing is dropped in evaluation."""
     where = scope.current()
     return where is not None and not where.evaluation
 
 
-Place = tuple[str, int, "Tensor | None"]  # the original's module, its call, and places in that mask
+Place = tuple[str, int, "Tensor | None"]  # original's module, call, mask places
 
 
 class Asked(Protocol):
-    """Knows a rank's modules."""
+    """Interface to a rank's module names."""
 
     def original_module(self, name: str) -> str | None:
-        """The original's module of a name here."""
+        """Return the original's name of a module here."""
 
-    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
-        """The part of a mask that the user says this rank has."""
+    def part_said(self, name: str, full: Tensor) -> Tensor | None:
+        """Return the part of a mask that the user declares for this rank."""
 
 
 class Finding(Noting):
-    """Finds what a rank drops from among what the original does, with nothing dropped.
+    """Mode without dropout that finds a rank's dropout calls among the original's.
 
-    found  by the rank's module, in the order of its calls; None: not a part of anything
-    asked  tells the original's module of a name here, and places that the user tells
+    found    places by the rank's module, in the order of its calls; None: not found
+    `asked`  gives the original's name of a module, and places that the user declares
     """
 
     def __init__(self, drops: Sequence[Drop]) -> None:
@@ -178,20 +185,20 @@ class Finding(Noting):
         self.found: dict[str, list[Place | None]] = defaultdict(list)
 
     def heard(self, kind: str, tensors: list[Tensor]) -> None:
-        """Look a dropout up; what is computed again was looked up before."""
+        """Look a dropout call up, unless it is a recomputation."""
         site = scope.site()
         if not computed_again():
-            self.found[site].append(self._place(site, scope.next_call(site), kind, tensors))
+            self.found[site].append(self._find_place(site, scope.next_call(site), kind, tensors))
 
-    def _place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
+    def _find_place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
         assert self.asked is not None
         own = [drop for drop in self.known if drop.site == self.asked.original_module(site)]
         for drop in own:
-            whole = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
-            told = self.asked.part_said(site, whole) if drop.call == call % len(own) else None
-            if told is not None:
-                return drop.site, drop.call, told
-        parts = _locals(tensors)
+            full = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
+            declared = self.asked.part_said(site, full) if drop.call == call % len(own) else None
+            if declared is not None:
+                return drop.site, drop.call, declared
+        parts = _local_tensors(tensors)
         if parts is None:
             return None
         for some in (own, [drop for drop in self.known if drop not in own]):
@@ -204,7 +211,7 @@ class Finding(Noting):
 
 
 def _next_state() -> bytes:
-    """Tell what torch's generator is, and draw, as a dropout of the program's own would."""
+    """Return a digest of the generator's state, and draw, as the program's dropout would."""
     state = _digest(torch.default_generator.get_state())
     torch.rand(())
     return state
@@ -218,23 +225,23 @@ def _digest(*tensors: Tensor) -> bytes:
 
 
 class Dropping(OfModules):
-    """Drops by masks that depend on the step, the module, the call and the place.
+    """Mode that drops by masks that depend on the step, the module, the call and the place.
 
     off   modules that drop nothing
-    rows  the numbers of the batch's rows that are there, one after the other; None: all
+    rows  the batch's row numbers that are present, in order; None: all
     """
 
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
         super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
-        self._drawn: tuple[str, int, Tensor | None] = "", 0, None
-        self._kept = 0
+        self._drawn_place: tuple[str, int, Tensor | None] = "", 0, None
+        self._drawn_count = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
+        if type(func) is ATTRIBUTE:  # fast path: a third of all calls
             return func(*args, **kwargs)
         if func not in _DRAWS:
             return self.run(func, types, args, kwargs)
@@ -244,11 +251,11 @@ class Dropping(OfModules):
         drawn = self.next(given(func, args, kwargs)[1])
         if drawn is None or drawn[0] in self.off:
             return super().__torch_function__(func, types, args, kwargs)
-        self._drawn, self._kept = drawn, 0
-        return _locally(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
+        self._drawn_place, self._drawn_count = drawn, 0
+        return _run_on_local(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
 
     def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
-        """Tell of which module and call a dropout is, and its places: None is all of them."""
+        """Return the module and call of a dropout, and its places; None: all places."""
         site = scope.site()
         return site, scope.next_call(site), None
 
@@ -256,21 +263,21 @@ class Dropping(OfModules):
         """See Draw."""
         where = scope.current()
         assert where is not None
-        site, call, places = self._drawn
-        drawn = repr((self.seed, where.moment, site, call, self._kept)).encode()
+        site, call, places = self._drawn_place
+        drawn = repr((self.seed, where.moment, site, call, self._drawn_count)).encode()
         key = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "little", signed=True)
-        self._kept += 1  # a recurrent network draws between any two layers
+        self._drawn_count += 1  # one dropout call of an RNN draws between any two layers
         if places is None:
-            places = self._of_rows(shape)
-        rest = tuple(shape)[places.dim() :]  # dims of which every rank has all
+            places = self._places_of_rows(shape)
+        rest = tuple(shape)[places.dim() :]  # trailing dims that no rank divides
         if math.prod(rest) > 1:
             more = torch.arange(math.prod(rest)).reshape(rest)
             places = places.reshape(*places.shape, *[1] * len(rest)) * math.prod(rest) + more
         bits = mixed(places.reshape(tuple(shape)) + 1, torch.tensor(key))
         return torch.ge(bits, round(p * 2**BITS))
 
-    def _of_rows(self, shape: Sequence[int]) -> Tensor:
-        """All places of a mask, or those of the rows that are there."""
+    def _places_of_rows(self, shape: Sequence[int]) -> Tensor:
+        """Return all places of a mask, or those of the rows that are present."""
         each = math.prod(shape)
         if self.rows is None or not shape or shape[0] % len(self.rows):
             return torch.arange(each).reshape(tuple(shape))
@@ -280,11 +287,11 @@ class Dropping(OfModules):
 
 
 class Placed(Dropping):
-    """Drops on a rank, at the places that were found, and hears what else it asks for.
+    """Mode that drops on a rank at the places that were found, and monitors other calls.
 
-    stray  modules that now draw otherwise
-    drawn  what torch's generator was at a call, by the original's module, the call and the places
-    again  modules that are computed again while the generator is as in no call before
+    `stray`  modules whose dropout calls now differ from those that were found
+    `drawn`  digest of the generator's state, by the original's module, the call and the places
+    `again`  modules that are recomputed with a generator state of no earlier call
     """
 
     def __init__(self, seed: int, off: frozenset[str]) -> None:
@@ -305,13 +312,13 @@ class Placed(Dropping):
         return self.calls.watched(func, out) if type(out) is WORK else out
 
     def begin(self, places: Mapping[str, Sequence[Place | None]]) -> None:
-        """Begin a step, with the places of its batch."""
+        """Begin a step with the places of its batch."""
         self._places = {site: iter(found) for site, found in places.items()}
         self._before = defaultdict(list)
         self._states.clear()
 
     def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
-        """See Dropping; what is computed again is dropped as before, and known by its numbers."""
+        """See Dropping; a recomputation drops as before, and is recognised by its values."""
         site, state = scope.site(), _next_state()
         own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         before = self._before[site, _digest(*(one.detach().double() for one in own))]
@@ -322,8 +329,10 @@ class Placed(Dropping):
             found = next(self._places.get(site, iter(())), ("", 0, None))
             before.append(found)
             self._states[site].add(state)
-            whole = not any(isinstance(one, DTensor) for one in tensors)  # torch draws for those
-            if whole and found is not None and found[2] is not None:
+            full = not any(
+                isinstance(one, DTensor) for one in tensors
+            )  # torch synchronises draws of DTensors
+            if full and found is not None and found[2] is not None:
                 self.drawn.setdefault((*found[:2], _digest(found[2])), state)
         if found is not None and found[2] is None:
             self.stray.add(site)
@@ -332,12 +341,12 @@ class Placed(Dropping):
 
 
 def computed_again() -> bool:
-    """Whether backward runs here: a forward in it is one that was run before."""
+    """Return whether backward runs here: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() >= 0
 
 
-def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run on this rank's parts of DTensors, and give such a one back."""
+def _run_on_local(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a function on local parts of DTensors, and return a DTensor."""
     like = next((a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)), None)
     if like is None:
         return run(*args, **kwargs)
@@ -350,22 +359,23 @@ def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
     out = run(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
     last = out.shape[-1] if out.shape[-1] != own(like).shape[-1] else like.shape[-1]
-    shape = torch.Size((*like.shape[:-1], last))  # attention gives as wide rows as its values have
+    shape = torch.Size((*like.shape[:-1], last))  # attention's last dim is that of its values
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         out, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
-# ---- What both sides drop from, and what of it is known.
+# ---- Dropout calls of both sides.
 
 
 @dataclass(frozen=True)
 class Drops:
-    """Tensors that the original drops from, kept in a folder, and those not to be dropped.
+    """Dropout calls of the original, stored in a folder, and modules that drop on neither side.
 
-    numbers  of the batch of a condition's step; its file has that name
-    sites    modules that drop; others: those that draw otherwise, with the function
+    numbers  the batch number of a condition's step; the file of the batch has that name
+    sites    modules that drop
+    others   modules that draw other random numbers, with the function
     off      modules that drop nothing on both sides
     """
 
@@ -377,21 +387,22 @@ class Drops:
     off: frozenset[str] = frozenset()
 
     def number(self, condition: Condition, step: int) -> int:
-        """The number of a step's batch; steps after all of them begin anew."""
+        """Return the batch number of a step; steps past the last batch start over."""
         return self.numbers[condition.name, step % len(condition.batches)]
 
     def of(self, number: int) -> list[Drop]:
-        """Read what the original drops from in a batch."""
+        """Read the dropout calls of the original in a batch."""
         found: list[Drop] = torch.load(f"{self.folder}/{number}", weights_only=False, mmap=True)
         return found
 
 
 @dataclass(frozen=True)
 class Met:
-    """Tensors that ranks drop from: the original's modules, and their own of unknown place.
+    """Dropout calls seen on ranks.
 
-    unknown  by the rank's module that of the original, "?" where its name does not tell it
-    others   modules of ranks that draw random numbers otherwise
+    sites    the original's modules whose dropout was found on some rank
+    unknown  a rank's module without a known place -> the original's module, "?" if unknown
+    others   modules of ranks that draw other random numbers
     """
 
     sites: frozenset[str] = frozenset()
@@ -399,12 +410,12 @@ class Met:
     others: frozenset[str] = frozenset()
 
     def off(self, drops: Drops) -> frozenset[str]:
-        """The original's modules that are not to drop, for all of their places must be known."""
+        """Return the original's modules to disable: those of which some place is unknown."""
         meant = frozenset(self.unknown.values())
         return frozenset(drops.sites) if "?" in meant else meant | drops.off
 
     def lost(self, drops: Drops) -> list[str]:
-        """The original's modules that drop on no rank; none where that cannot be told."""
+        """Return the original's modules that drop on no rank; none if that cannot be determined."""
         if self.unknown or self.others - {site for site, _ in drops.others}:
             return []
         return [site for site in drops.sites if site not in self.sites]

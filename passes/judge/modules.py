@@ -1,9 +1,8 @@
-"""Find where a judged program begins to differ: the first module with a wrong output or gradient.
+"""Find the first module of a judged program with a wrong output or gradient.
 
-The original and the program run one step on one batch, with a hook on every module. What a module
-of a rank returns is looked up by its numbers in what the original's returns, as dropout is; terms
-of a pending sum are added up over ranks. Backward, a rank may have its own factor (what averages
-divide by), which is that of the gradient that the loss sends back.
+The original and the program run one step on one batch, with hooks on all modules. A rank's output
+is found by value in the original's output. Terms of a pending sum are added over ranks. In backward
+a rank may have its own constant factor (from an average): the factor of its first gradient.
 """
 
 from __future__ import annotations
@@ -23,13 +22,18 @@ from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, in_words
 
 OF_LOSS = "the loss"
-_OUTPUT = "the output"
+_THE_OUTPUT = "the output"
 MOST_PLACES, NEAR = 32, 1e-9
 
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one call on a rank: where it lies in the original's of a shape, or None."""
+    """Output of one call on a rank.
+
+    `k`      number of the output in the call
+    places   flat indices in the original's output; None if it was not found
+    `whole`  shape of the original's output
+    """
 
     rank: int
     frame: Frame
@@ -41,26 +45,26 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """The first thing that differs: of which module, in what, how; and what was right before it."""
+    """The first difference: in which module, in what, how, and what was right before it."""
 
     name: str
     what: str
     pattern: Pattern
     before: str = ""
-    pending: tuple[str, ...] = ()  # where ranks have terms of a sum
+    pending: tuple[str, ...] = ()  # modules where ranks have terms of a sum
     at: At = (("", 0), 0)
-    parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
-    anchors: tuple[Part, ...] = ()  # what they have of outputs that are right before it, last first
+    parts: tuple[Part, ...] = ()  # ranks' values, gradients without factors
+    anchors: tuple[Part, ...] = ()  # right outputs before it, the last first
     because: str = ""
 
     @property
     def back(self) -> bool:
-        """Whether it is a gradient."""
-        return self.what != _OUTPUT
+        """Whether the difference is in a gradient."""
+        return self.what != _THE_OUTPUT
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The difference as a sentence."""
         place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
         said = self.pattern.short if self.because and self.pattern.short else self.pattern.text
         because = f": {self.because}" if self.because else ""
@@ -70,45 +74,45 @@ class Found:
 
 
 class Exact:
-    """Comparison with the original's values where no rounding counts: by their numbers.
+    """Comparison with the original's values in float64, without tolerance for roundings.
 
-    apart  how much factors of one value may differ, relative to them
+    `apart` is the relative tolerance between two factors of one rank.
     """
 
     apart = 1e-6
 
     def __init__(self, right: Run) -> None:
         self.right = right
-        self._wholes: dict[At, Whole] = {}
+        self._outputs: dict[At, Whole] = {}
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
-        """Find the places of an output in the original's; None where nothing there is the same."""
+        """Find the places of an output in the original's; None if it is not found."""
         frame, k = at
-        if at not in self._wholes:
-            self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
-        places = placed(value, self._wholes[at])
-        shape = self._wholes[at].values.shape
-        return places if places is None or _all_there(places, shape) else None
+        if at not in self._outputs:
+            self._outputs[at] = Whole(self.right.calls[frame].outputs[k])
+        places = placed(value, self._outputs[at])
+        shape = self._outputs[at].values.shape
+        return places if places is None or _covers_dims(places, shape) else None
 
     def known(self, at: At, value: Tensor) -> bool:
-        """Whether an output that lies nowhere is wrong, and not laid in a way that is unknown."""
+        """Return whether an output that was not found is comparable: no unknown arrangement."""
         want = self.right.calls[at[0]].outputs[at[1]]
         larger = any(a > b for a, b in zip(value.shape, want.shape))
         return value.dim() == want.dim() and not larger
 
     def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether it is the output, or the gradient, of some places, times a factor."""
-        whole = self.right.of(at, back)
-        want = factor * whole.reshape(-1)[places]
-        near = back and float((value - want).norm()) <= 1e-9 * float(whole.norm())
+        """Return whether a value equals the output or gradient at some places, times a factor."""
+        full = self.right.of(at, back)
+        want = factor * full.reshape(-1)[places]
+        near = back and float((value - want).norm()) <= 1e-9 * float(full.norm())
         return near or fits(value, want)
 
     def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether a sum of what ranks have is right."""
+        """Return whether a sum over ranks is right."""
         return self.same(at, back, value, places, factor)
 
     def block(self, at: At, rank: int, value: Tensor) -> Tensor:
-        """The place of a wrong output: where it is smaller, the block of the rank's number."""
+        """Return assumed places of a wrong output; if smaller, the rank's block."""
         want = self.right.of(at)
         numbers = torch.arange(want.numel()).reshape(want.shape)
         for dim, (a, b) in enumerate(zip(value.shape, want.shape)):
@@ -118,20 +122,20 @@ class Exact:
         return numbers
 
     def alike(self, a: Tensor, b: Tensor) -> bool:
-        """Whether two copies are one."""
+        """Return whether two copies are equal."""
         return fits(a, b)
 
     def factor(self, got: Tensor, want: Tensor) -> float:
-        """Return the factor of a gradient, if a third of its numbers agree on that."""
+        """Return the factor of a gradient, if a third of its elements agree on it; else 1."""
         there = want.abs() > 1e-6 * want.abs().max()
         ratios = got[there] / want[there]
         middle = float(ratios.median())
         agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
         return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
-    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
-        """Join what is said of ranks, by those of which it is said."""
-        return dict(said)
+    def together(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+        """Join patterns of ranks that mean the same."""
+        return dict(patterns)
 
     def pattern(
         self,
@@ -142,16 +146,16 @@ class Exact:
         factor: float,
         sizes: Mapping[str, int],
     ) -> Pattern:
-        """Say how a wrong value comes from the right one, or how much of it is wrong."""
+        """Explain a wrong value by the right one, or say how many of its elements are wrong."""
         want = factor * self.right.of(at, back).reshape(-1)[places]
         found = diagnose(value, want, sizes)
         if found and found.how and not found.short:
             return found
-        if not back and (said := _laid(value, want)):
+        if not back and (said := _describe_permutation(value, want)):
             return Pattern(said)
         off = (value - want).abs() > 1e-9 * want.abs().max()
         text = f"{int(off.sum())} of {want.numel()} elements are wrong"
-        if found and found != NONE:  # a guess, as a rounding is, is looked into
+        if found and found != NONE:  # a guess (a rounding) needs more detail
             text = found.text
         if back and want.dim() > 1 and bool((want == 0).all(-1)[off.any(-1)].all()):
             text += ", all in rows that are zero: what does not count (a label of -100) counts"
@@ -160,10 +164,10 @@ class Exact:
 
 @dataclass(frozen=True)
 class Followed:
-    """The original's step and those of ranks, each with the original's names of its modules.
+    """The original's step and the ranks' steps, each with the original's names of its modules.
 
-    looks  how values are compared
-    sizes  the numbers that a mistake may have divided, multiplied or cut by
+    `looks`  the comparison of values
+    sizes    numbers by which a mistake may have divided, multiplied or split
     """
 
     looks: Exact
@@ -177,14 +181,14 @@ class Followed:
 
     @cached_property
     def parts(self) -> dict[At, list[Part]]:
-        """All that ranks' calls of modules give, where these are called as often in each pass."""
+        """Outputs of the ranks' module calls, by output of the original."""
         calls: dict[str, list[tuple[int, Frame, Seen]]] = {}
         for rank, (run, names) in enumerate(self.ranks):
             for frame, seen in run.calls.items():
                 calls.setdefault(names.get(frame[0], ""), []).append((rank, frame, seen))
         parts: dict[At, list[Part]] = {}
         for frame, right in self.right.calls.items():
-            turns = _turns(self.right, frame[0])
+            turns = _count_calls(self.right, frame[0])
             mine = [one for one in calls.get(frame[0], ()) if one[1][1] % turns == frame[1]]
             for k, one in enumerate(right.outputs):
                 parts[frame, k] = [
@@ -195,12 +199,12 @@ class Followed:
         return parts
 
     def rows(self, count: int) -> list[list[int]]:
-        """Return the rows of a batch of so many that ranks' calls have, where they share them."""
+        """Return the batch rows of the ranks' calls, if they divide `count` rows; else nothing."""
         for at, found in self.parts.items():
-            whole = self.right.of(at)
-            if len(whole) != count or whole.dim() < 2 or any(p.places is None for p in found):
+            full = self.right.of(at)
+            if len(full) != count or full.dim() < 2 or any(p.places is None for p in found):
                 continue
-            size = whole[0].numel()
+            size = full[0].numel()
             cut = {
                 tuple(torch.unique(p.places // size).tolist())
                 for p in found
@@ -211,7 +215,7 @@ class Followed:
         return []
 
     def gradients(self, at: At) -> list[Part]:
-        """Gradients of the outputs of ranks whose places are known."""
+        """Return the ranks' gradients of an output, of parts with known places."""
         found = []
         for part in self.parts[at]:
             gradient = self.ranks[part.rank][0].calls[part.frame].gradients.get(part.k)
@@ -221,15 +225,15 @@ class Followed:
         return found
 
     def turns_and_factors(self) -> tuple[int, dict[int, float]]:
-        """Return how often a rank runs what the original runs once, and its factor of gradients.
+        """Return the number of microbatches, and each rank's gradient factor.
 
-        That factor is of the first gradient in backward that the rank has.
+        The factor is that of the rank's first gradient in backward.
         """
         turns: list[int] = []
         for run, names in self.ranks:
             for name, meant in names.items():
-                if once := _turns(self.right, meant):
-                    turns.append(_turns(run, name) // once)
+                if once := _count_calls(self.right, meant):
+                    turns.append(_count_calls(run, name) // once)
         factors: dict[int, float] = {}
         for at in self.right.back:
             self.factored(at, factors)
@@ -247,69 +251,69 @@ class Followed:
         return pairs
 
     def first_difference(self, forward: bool, passed: Container[At] = ()) -> Found | None:
-        """The first output that is wrong, else the first gradient; None: nothing is compared.
+        """Return the first wrong output, or else the first wrong gradient; None: nothing compared.
 
-        forward  whether outputs may be wrong. Where the loss is right they are not, though modules
-                 may give another thing than the original's (what a bias is still added to)
-        passed   outputs that are such another thing
+        forward  whether outputs may be wrong. If the loss is right they are not, though a module
+                 may return another value than the original's (before a bias is added)
+        passed   outputs that are known to be such other values
         """
         before = ""
         anchors: tuple[Part, ...] = ()
-        words: dict[
-            int, dict[str, tuple[int, ...]]
-        ] = {}  # by rank and module, of which it has some
+        words: dict[int, dict[str, tuple[int, ...]]] = {}  # by rank and module, where not all
         for at, found in self.parts.items():
             frame = at[0]
-            if self._terms(at, found):
+            if self._are_terms(at, found):
                 want = self.right.of(at)
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
-            elif not forward or at in passed or not frame[0]:  # a stage returns what it has
+            elif (
+                not forward or at in passed or not frame[0]
+            ):  # the root module of a stage may return anything
                 pass
-            elif said := self._output(at, found, anchors):
-                because = _apart(words)
+            elif said := self._explain_output(at, found, anchors):
+                because = _compare_positions(words)
                 return Found(
-                    in_words(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
+                    in_words(frame), _THE_OUTPUT, said, before, (), at, (*found,), anchors, because
                 )
             for part in found:
-                if (some := _words(part, self.right.of(at).shape)) and frame[0]:
+                if (some := _positions(part, self.right.of(at).shape)) and frame[0]:
                     words.setdefault(part.rank, {})[in_words(frame)] = some
             if found:
                 before, anchors = in_words(frame), (*found, *anchors)
-        return self._backward()
+        return self._first_gradient()
 
     def right_after(self, at: At) -> Iterator[At]:
-        """Yield later outputs that are right, the last first: in part, if of it nothing is."""
+        """Yield later right outputs, the last first; partly right ones if `at` is all wrong."""
         order = [*self.parts]
-        enough = any if all(self._wholly(at, part) for part in self.parts[at]) else all
+        enough = any if all(self._is_all_wrong(at, part) for part in self.parts[at]) else all
         for one in reversed(order[order.index(at) + 1 :]):
             found = [part.places is not None for part in self.parts[one]]
             if one[0][0] and found and enough(found):
                 yield one
 
-    def _wholly(self, at: At, part: Part) -> bool:
-        """Whether a wrong output has no number that is right."""
+    def _is_all_wrong(self, at: At, part: Part) -> bool:
+        """Return whether a wrong output has no right element."""
         want = self.right.of(at).reshape(-1)[self.looks.block(at, part.rank, part.value)]
         same = want.shape == part.value.shape
         near = NEAR * float(want.abs().max()) if want.numel() else 0.0
         right = bool(((part.value - want).abs() <= near).any()) if same else False
         return part.places is None and not right
 
-    def _output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
-        """Say how the output of a module is wrong; nothing if it is right, or not known."""
+    def _explain_output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
+        """Describe how a module's output is wrong; empty if it is right or unknown."""
         lost = [part for part in parts if part.places is None]
         if not lost or not all(self.looks.known(at, part.value) for part in lost):
             return Pattern("")
         shape = self.right.of(at).shape
-        there = [_placed_as(p, anchors, shape) for p in lost]
+        there = [_places_of_rows(p, anchors, shape) for p in lost]
         wrong = [
             replace(p, places=self.looks.block(at, p.rank, p.value) if one is None else one)
             for p, one in zip(lost, there)
         ]
-        return self._of_ranks(at, False, wrong, parts)
+        return self._explain_ranks(at, False, wrong, parts)
 
-    def _terms(self, at: At, parts: Sequence[Part]) -> bool:
-        """Whether ranks have terms of the right value, whose sum is still to be made."""
+    def _are_terms(self, at: At, parts: Sequence[Part]) -> bool:
+        """Return whether ranks have terms of the right value, to be summed later."""
         want = self.right.of(at)
         if len(parts) < 2:
             return False
@@ -318,7 +322,7 @@ class Followed:
         everywhere = torch.arange(want.numel()).reshape(want.shape)
         return self.looks.total(at, False, _sum(parts), everywhere)
 
-    def _of_ranks(
+    def _explain_ranks(
         self,
         at: At,
         back: bool,
@@ -326,7 +330,7 @@ class Followed:
         parts: Sequence[Part],
         factors: Mapping[int, float] | None = None,
     ) -> Pattern:
-        """The pattern of each rank's wrong value, and which ranks are right."""
+        """Join the patterns of the ranks' wrong values, and list the ranks that are right."""
         said: dict[Pattern, list[int]] = {}
         for part in wrong:
             assert part.places is not None
@@ -336,28 +340,30 @@ class Followed:
         bad = {part.rank for part in wrong}
         good = sorted({part.rank for part in parts} - bad)
         said = self.looks.together(said)
-        texts = [f"{one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
-        short = [f"{one.short or one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
+        texts = [f"{one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()]
+        short = [
+            f"{one.short or one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()
+        ]
         more, first = [], wrong[0]
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
             more.append(f"they are {'alike' if alike else 'different'} on these ranks")
-            if not alike and not back and _one_row(_sum(wrong) - self.right.of(at)):
+            if not alike and not back and _has_equal_rows(_sum(wrong) - self.right.of(at)):
                 more.append("their sum is right but for one row in all places: each adds a bias")
-        elif back and self._misplaced(at, wrong, factors or {}):
+        elif back and self._are_misplaced(at, wrong, factors or {}):
             more.append("their sum is right: parts of them belong to the places of other ranks")
             return Pattern("; ".join([*texts, *more]))
-        more += [f"right on rank {_list(good)}"] * bool(good)
+        more += [f"right on rank {_join_ranks(good)}"] * bool(good)
         text, short_ = ("; ".join([*one, *more]) for one in (texts, short))
         return Pattern(text, all(one.how for one in said), short_ if short_ != text else "")
 
-    def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
-        """Whether ranks' gradients are right as a sum, though each is about other places."""
+    def _are_misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
+        """Return whether ranks' gradients are right as a sum, though each is misplaced."""
         if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
             return False
-        whole = self.right.of(at, True).reshape(-1)
+        full = self.right.of(at, True).reshape(-1)
         right = [
-            replace(part, value=factors.get(part.rank, 1.0) * whole[part.places])
+            replace(part, value=factors.get(part.rank, 1.0) * full[part.places])
             for part in wrong
             if part.places is not None
         ]
@@ -365,8 +371,8 @@ class Followed:
 
     # -- backward
 
-    def _backward(self) -> Found | None:
-        """The first gradient, in the order of backward, that has not its rank's factor."""
+    def _first_gradient(self) -> Found | None:
+        """Return the first gradient, in backward order, without its rank's factor."""
         factors: dict[int, float] = {}
         before, pending = "", dict[str, None]()
         what = "the gradient of the output"
@@ -379,16 +385,16 @@ class Followed:
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
                 return Found(in_words(frame), what, none, before, (*pending,))
-            wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
-            if wrong and self._pending(at, wrong, factors):
+            wrong = [part for part, _ in pairs if not self._is_right(at, part, factors)]
+            if wrong and self._are_pending_terms(at, wrong, factors):
                 pending[in_words(frame)] = None
-            elif wrong and not known and self._pending(at, [p for p, _ in pairs]):
-                factors.clear()  # of terms of a sum there is none
+            elif wrong and not known and self._are_pending_terms(at, [p for p, _ in pairs]):
+                factors.clear()  # terms of a sum have no factor
                 pending[in_words(frame)] = None
             elif wrong:
                 got = [part for part, _ in pairs]
-                found = self._of_calls(at, pairs)
-                found = found or self._of_ranks(at, True, wrong, got, factors)
+                found = self._explain_calls(at, pairs)
+                found = found or self._explain_ranks(at, True, wrong, got, factors)
                 if not before:
                     text = f"the gradient that it sends back to `{in_words(frame)}` is not right: "
                     found = replace(found, text=text + found.text)
@@ -399,19 +405,19 @@ class Followed:
                 before = in_words(frame)
         return None
 
-    def _right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
+    def _is_right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
         assert part.places is not None
         return self.looks.same(at, True, part.value, part.places, factors.get(part.rank, 1.0))
 
-    def _of_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
-        """Say by which factors the calls on a rank differ, if each is right but for its own.
+    def _explain_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
+        """Describe the factors of a rank's calls, if each call is right but for its factor.
 
-        Calls are for parts of the batch: the factor is what a part weighs.
+        Calls are for parts of the batch, so the factor is the weight of a part.
         """
         factors: dict[int, list[float]] = {}
         for part, want in pairs:
             factor = self.looks.factor(part.value, want)
-            if not self._right(at, part, {part.rank: factor}):
+            if not self._is_right(at, part, {part.rank: factor}):
                 return Pattern("")
             factors.setdefault(part.rank, []).append(factor)
         for rank, found in factors.items():
@@ -422,12 +428,12 @@ class Followed:
                 )
         return Pattern("")
 
-    def _pending(
+    def _are_pending_terms(
         self, at: At, wrong: Sequence[Part], factors: Mapping[int, float] | None = None
     ) -> bool:
-        """Whether ranks have terms of a sum that is right, and still to be made.
+        """Return whether ranks have terms of a right sum that is still to be made.
 
-        Without the ranks' factors: that is right but for some factor.
+        Without the ranks' factors, the sum may be right but for some factor.
         """
         want = self.right.of(at, True).reshape(-1)
         groups: dict[tuple[int, ...], list[Part]] = {}
@@ -435,7 +441,7 @@ class Followed:
             assert part.places is not None
             groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append(part)
         for copies in groups.values():
-            group: list[Part] = []  # each term once: ranks may have it as copies
+            group: list[Part] = []  # each term once, without copies of it
             for part in copies:
                 if not any(self.looks.alike(part.value, one.value) for one in group):
                     group.append(part)
@@ -452,33 +458,33 @@ class Followed:
         return True
 
 
-def _all_there(places: Tensor, shape: torch.Size) -> bool:
-    """Whether a dim that is as long as the whole's has each of its places."""
+def _covers_dims(places: Tensor, shape: torch.Size) -> bool:
+    """Return whether each dim of the original's size has all of its indices."""
     if places.dim() != len(shape):
         return True
     for dim, size in enumerate(places.shape):
         line = places.movedim(dim, 0).reshape(size, -1)[:, 0]
         pairs = zip(torch.unravel_index(line, shape), shape)
-        count, whole = max((len(torch.unique(index)), whole) for index, whole in pairs)
-        if count < size and whole == size:
+        count, full = max((len(torch.unique(index)), full) for index, full in pairs)
+        if count < size and full == size:
             return False
     return True
 
 
 def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
-    """The rows (of the first two dims) of the whole that a rank has, as those before it tell."""
+    """Return a part's rows (of the first two dims), known from right outputs before it."""
     lead = part.value.shape[:2]
     for one in anchors:
         if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
             continue
         if one.places is not None and one.places.dim() > 2:
             return one.places.flatten(2)[..., 0] // one.whole[2:].numel()
-    whole = torch.arange(shape[:2].numel()).reshape(shape[:2])
-    return whole if lead == shape[:2] else None
+    full = torch.arange(shape[:2].numel()).reshape(shape[:2])
+    return full if lead == shape[:2] else None
 
 
-def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
-    """The places of a wrong output that has its rows of the whole: those of what is before it."""
+def _places_of_rows(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
+    """Return the places of a wrong output, assuming that it has the rows of outputs before it."""
     if part.value.dim() < 3 or part.value.shape[2:] != shape[2:]:
         return None
     rows, size = rows_of(part, anchors, shape), shape[2:].numel()
@@ -487,16 +493,16 @@ def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor
     return (rows[..., None] * size + torch.arange(size)).reshape(part.value.shape)
 
 
-def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
-    """The places along the last dim but one that a rank has, where these are not all."""
+def _positions(part: Part, shape: torch.Size) -> tuple[int, ...]:
+    """Return a rank's positions along the second-to-last dim, if they are not all."""
     if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
         return ()
     found = torch.unique(part.places[..., 0] // shape[-1] % shape[-2]).tolist()
     return tuple(found) if len(found) < shape[-2] else ()
 
 
-def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
-    """Say that modules of a rank have as many words, and others; "" if none have."""
+def _compare_positions(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
+    """Report modules of a rank that have equally many positions, but different ones."""
     for rank, known in words.items():
         for (a, some), (b, others) in itertools.combinations(known.items(), 2):
             if len(some) == len(others) and some != others:
@@ -507,8 +513,8 @@ def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
     return ""
 
 
-def _laid(value: Tensor, want: Tensor) -> str:
-    """Say which places of a right output each place of a dim holds, if they are of other ones."""
+def _describe_permutation(value: Tensor, want: Tensor) -> str:
+    """Describe a permutation of places along a dim of a right output; "" if there is none."""
     near = NEAR * float(want.abs().max())
     for dim, size in enumerate(want.shape):
         if not 2 <= size <= MOST_PLACES:
@@ -516,7 +522,9 @@ def _laid(value: Tensor, want: Tensor) -> str:
         ours, right = (one.movedim(dim, 0).flatten(1) for one in (value, want))
         same = torch.stack([(one - right).abs().amax(1) <= near for one in ours])
         order: list[int] = []
-        for place, there in enumerate(same):  # alike ones: in its place, or after the one before
+        for place, there in enumerate(
+            same
+        ):  # equal slices: prefer its own index, then the next one
             known = there.nonzero().reshape(-1).tolist()
             if not known:
                 break
@@ -527,7 +535,7 @@ def _laid(value: Tensor, want: Tensor) -> str:
     return ""
 
 
-def _turns(run: Run, name: str) -> int:
+def _count_calls(run: Run, name: str) -> int:
     return sum(frame[0] == name for frame in run.calls)
 
 
@@ -535,8 +543,8 @@ def _sum(parts: Sequence[Part]) -> Tensor:
     return torch.stack([part.value.double() for part in parts]).sum(0)
 
 
-def _one_row(gap: Tensor) -> bool:
-    """Whether the rows of a tensor are one."""
+def _has_equal_rows(gap: Tensor) -> bool:
+    """Return whether all rows of a tensor are equal."""
     flat = gap.reshape(-1, gap.shape[-1]) if gap.dim() > 1 else gap[:0, None]
     return len(flat) > 1 and bool(flat.any()) and fits(flat, flat[:1].expand_as(flat))
 
@@ -545,5 +553,5 @@ def _same_place(a: Part, b: Part) -> bool:
     return a.places is not None and b.places is not None and torch.equal(a.places, b.places)
 
 
-def _list(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(ranks)))

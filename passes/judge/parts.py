@@ -1,4 +1,7 @@
-"""Gradients of the original in parts of a batch: of some of its rows, or of some of its words."""
+"""Gradients of the original for parts of a batch: for some rows, or for some labels.
+
+Used to explain wrong gradients that are made of the right gradients of such parts.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from schedlang.runtime.batch import shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
-MANY = 16  # labels: fewer are numbers that may be others
+MANY = 16  # smaller counts of labels may equal other numbers
 Gradients = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor's gradient in each part of `whole`: the batch, or the words."""
+    """A tensor's gradient for each part of `whole`: "the batch" or "the words"."""
 
     parts: Sequence[Tensor]
     whole: str = "the batch"
@@ -34,37 +37,40 @@ class Cut:
 
 @dataclass(frozen=True)
 class Parts:
-    """Gradients of the original in parts, in float64; the batch is cut as programs may cut it.
+    """Gradients of the original for parts of a batch, in float64.
 
-    labels  inputs whose words do not count where another number stands: by it words are cut
-    shared  rows as ranks' calls were seen to share them
+    labels    inputs in which a label can be ignored, to divide a batch by its labels
+    `shared`  the rows of each part, as ranks were seen to divide them
     """
 
     trial: Trial
     labels: Sequence[Labels] = ()
     shared: Sequence[Sequence[int]] = ()
-    _known: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
+    _cache: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
 
     def of_rows(self, name: str, condition: str) -> Iterator[Cut]:
-        """Yield a tensor's gradients in each cut of the rows, into blocks and with strides.
+        """Yield a tensor's gradients for each division of the rows, into blocks and with strides.
 
-        Into every number of parts that divides that of ranks, into two and four, as steps that
-        accumulate do, and as ranks share them.
+        The numbers of parts are the divisors of the number of ranks; two and four, as for gradient
+        accumulation; and the ranks' own division.
         """
         one = self._condition(condition)
         count = rows(one.batches[0])
         for parts in sorted({*self._divisors, 2, 4}):
             if parts <= count:
-                yield from self._cut(one, name, [list(part) for part in shares(count, parts)])
-                yield from self._cut(one, name, [[*range(k, count, parts)] for k in range(parts)])
+                yield from self._divide(one, name, [list(part) for part in shares(count, parts)])
+                yield from self._divide(
+                    one, name, [[*range(k, count, parts)] for k in range(parts)]
+                )
         if self.shared:
-            yield from self._cut(one, name, [list(part) for part in self.shared])
+            yield from self._divide(one, name, [list(part) for part in self.shared])
 
     def of_words(self, name: str, condition: str) -> Iterator[Cut]:
-        """Yield likewise those in each cut of the words, where labels tell which of them count.
+        """Yield a tensor's gradients for each division of the labels along the sequence.
 
-        As context parallel programs cut them: blocks, the first and the last of twice as many
-        together, and strides; of labels as they are, and shifted by one.
+        Divisions are those of context parallelism: blocks, pairs of a first and a last half-size
+        block, and strides; each for labels as they are, and shifted by one. Needs exactly one input
+        of labels.
         """
         one = self._condition(condition)
         held = [(label, one.batches[0][label.source]) for label in self.labels]
@@ -82,21 +88,21 @@ class Parts:
             for way in ways if count >= 2 * parts else ():
                 for shift in (0, 1):
                     chosen = [[(place + shift) % count for place in part] for part in way]
-                    yield from self._cut(one, name, chosen, label)
+                    yield from self._divide(one, name, chosen, label)
 
     def labelled(self, condition: str) -> dict[str, int]:
-        """The number of labels that count, by a word: as they are, and shifted by one.
+        """Return the number of labels that count, by description: as they are, and shifted by one.
 
-        None so few that another number may be as large.
+        Numbers up to `MANY` are left out, because they may equal another number by chance.
         """
         whole = dict.fromkeys(sum(each) for each in self.counts(condition))
         words = ("labels", "labels but the first of each row")
         return {word: n for word, n in zip(words, whole, strict=False) if n > MANY}
 
     def counts(self, condition: str) -> list[list[int]]:
-        """Labels that count in ranks' parts of the rows: blocks, strides, as they were seen.
+        """Return the numbers of labels that count in each part of the rows, for each division.
 
-        Of labels as they are, and shifted by one.
+        Divisions are blocks, strides, and the ranks' own; labels as they are, and shifted by one.
         """
         batch, found = self._condition(condition).batches[0], list[list[int]]()
         count = rows(batch)
@@ -116,24 +122,24 @@ class Parts:
         return [n for n in range(2, world + 1) if world % n == 0]
 
     def _condition(self, name: str) -> Condition:
-        return next(one for one in self.trial.told if one.name == name)
+        return next(one for one in self.trial.conditions if one.name == name)
 
-    def _cut(
+    def _divide(
         self, one: Condition, name: str, chosen: list[list[int]], label: Labels | None = None
     ) -> Iterator[Cut]:
-        """Yield one cut, where the original takes all of its parts and has a gradient in each."""
+        """Yield one division, if all parts are accepted and have a finite gradient."""
         key = one.name, label, *map(tuple, chosen)
-        if key not in self._known:
-            self._known[key] = self._derived(one.batches[0], chosen, label)
-        found = [of_part.get(name) for of_part in self._known[key]]
+        if key not in self._cache:
+            self._cache[key] = self._gradients(one.batches[0], chosen, label)
+        found = [of_part.get(name) for of_part in self._cache[key]]
         there = [g for g in found if g is not None and bool(g.isfinite().all())]
         if found and len(there) == len(found):
             yield Cut(there, "the batch" if label is None else "the words")
 
-    def _derived(
+    def _gradients(
         self, batch: Batch, chosen: list[list[int]], label: Labels | None
     ) -> Sequence[Gradients]:
-        """Derive each part; nothing of a cut of which the original does not take a part."""
+        """Run the original on each part; nothing if it rejects one of them."""
         count, found = rows(batch), list[Gradients]()
         for places in chosen:
             part = of_words(batch, places, label) if label else of_rows(batch, places)
@@ -143,18 +149,18 @@ class Parts:
             with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(here))):
                 try:
                     subject.derive(part, here)
-                except _REJECTS:
+                except _REJECTIONS:
                     return []
             found.append(dict(subject.gradients()))
         return found
 
 
-# what models and losses raise for sizes or rows that they do not take; where nothing is trained
-_REJECTS = (Refusal, RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError)
+# errors of models and losses for rejected sizes or rows, or if nothing is trained
+_REJECTIONS = (Refusal, RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError)
 
 
 def of_rows(batch: Batch, chosen: Sequence[int]) -> dict[str, Any]:
-    """Some rows of a batch."""
+    """Select rows of a batch."""
     count = rows(batch)
     return {
         name: value[list(chosen)]
@@ -165,7 +171,7 @@ def of_rows(batch: Batch, chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def of_words(batch: Batch, chosen: Sequence[int], label: Labels) -> dict[str, Any]:
-    """A batch in which only some words count."""
+    """Return a batch in which only some positions have labels that count."""
     given = batch[label.source]
     there = torch.zeros(given.shape[1], dtype=torch.bool)
     there[list(chosen)] = True

@@ -1,4 +1,7 @@
-"""Places of a tensor in another one: by its numbers, or in few bits by the nearest window."""
+"""Find a tensor inside another one: by its values, or in a low dtype by the nearest window.
+
+Used to match ranks' activations with the original's.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-CLOSE = 1e-9  # of the largest number: what two sides that compute alike may be apart
-MOST = 4096  # numbers of a rank's tensor that are looked up
-MOST_FITS = 64  # places that are tried where numbers are not unique
-FAR = 16.0  # roundings by which a part may differ from where it lies, in the mean square
-APART = 4.0  # how much further off, at least, any other window is
-ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
-MOST_WINDOWS = 256  # that are tried
-MOST_SLICES = 256  # of a part that are compared with all of a whole
+CLOSE = 1e-9  # of the largest element: tolerance between the two sides
+MOST = 4096  # elements of a rank's tensor that are looked up
+MOST_FITS = 64  # windows that are tried where values are not unique
+FAR = 16.0  # roundings (RMS) by which a part may differ from its window
+APART = 4.0  # by which any other window must be further off
+ALONG = 0.9  # least cosine between a part and its window
+MOST_WINDOWS = 256  # tried in a low dtype
+MOST_SLICES = 256  # of a part, each compared with all slices of the full tensor
 
 
 class Whole:
-    """A tensor in which parts are looked up."""
+    """A full tensor in which parts are looked up."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.detach()
@@ -28,25 +31,25 @@ class Whole:
         self._sorted: tuple[Tensor, Tensor, Tensor] | None = None
 
     def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices that a part has; None where none, or more than one, fits."""
+        """Return the indices of a part along each dim; None if no window fits, or several do."""
         shape = self.values.shape
         if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
             return None
         if self.values.dtype != torch.float64:
             return nearest(part, self.values) if part.dtype == self.values.dtype else None
-        whole = [torch.arange(size) for size in shape]
-        if part.shape == shape and self._fits(part, whole):
-            return whole
-        found = self._looked_up(part)
-        options = [] if found is None else [_filled(one, n) for one, n in zip(found, shape)]
+        full = [torch.arange(size) for size in shape]
+        if part.shape == shape and self._fits(part, full):
+            return full
+        found = self._look_up(part)
+        options = [] if found is None else [_complete_index(one, n) for one, n in zip(found, shape)]
         fits: list[list[Tensor]] = []
         for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
             if self._fits(part, some):
                 fits.append(list(some))
-        return fits[0] if len(fits) == 1 else None if fits else self._by_slices(part)
+        return fits[0] if len(fits) == 1 else None if fits else self._match_slices(part)
 
-    def _by_slices(self, part: Tensor) -> list[Tensor] | None:
-        """The indices of a part that is cut in one dim alone, in any order: by whole slices."""
+    def _match_slices(self, part: Tensor) -> list[Tensor] | None:
+        """Find a part that is divided along one dim only, in any order, slice by slice."""
         shape = self.values.shape
         cut = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
         if len(cut) != 1 or not part.numel() or part.shape[cut[0]] > MOST_SLICES:
@@ -64,8 +67,8 @@ class Whole:
         gap = (there - part.to(there.dtype)).abs()
         return not gap.numel() or bool(gap.max() <= self.close)
 
-    def _looked_up(self, part: Tensor) -> list[Tensor] | None:
-        """The index of every slice of a part, -1 where no number tells it; None: they disagree."""
+    def _look_up(self, part: Tensor) -> list[Tensor] | None:
+        """Return the index of each slice of a part, -1 where unknown; None: values contradict."""
         if self._sorted is None:
             values, order = self.values.reshape(-1).sort()
             apart = torch.full((len(values) + 1,), True)
@@ -88,8 +91,8 @@ class Whole:
         return found
 
 
-def _filled(index: Tensor, size: int) -> list[Tensor]:
-    """The indices that a dim may have, where some are known: as a run with one stride."""
+def _complete_index(index: Tensor, size: int) -> list[Tensor]:
+    """Return candidate indices of a dim, of which some are known, as runs with one stride."""
     count = len(index)
     known = (index >= 0).nonzero().reshape(-1)
     if len(known) == count:
@@ -109,17 +112,17 @@ def _filled(index: Tensor, size: int) -> list[Tensor]:
     return list({tuple(one.tolist()): one for one in fits}.values())
 
 
-def placed(part: Tensor, whole: Whole) -> Tensor | None:
-    """The place of each number of a part among those of a whole, whose dims may be joined."""
-    dims, shape = part.dim(), whole.values.shape
+def placed(part: Tensor, full: Whole) -> Tensor | None:
+    """Find the flat index of each element of a part in a full tensor, whose dims may be merged."""
+    dims, shape = part.dim(), full.values.shape
     if dims == len(shape) + 1 and dims > 1:
-        found = placed(part.flatten(0, 1), whole)
+        found = placed(part.flatten(0, 1), full)
         return None if found is None else found.reshape(part.shape)
     numbers = torch.arange(shape.numel()).reshape(shape)
     for view in _VIEWS.get(dims - len(shape), ()):
         if view is not None and len(shape) < 2:
             continue
-        seen = whole if view is None else type(whole)(view(whole.values))
+        seen = full if view is None else type(full)(view(full.values))
         window = seen.window(part)
         if window is not None:
             there: Tensor = (numbers if view is None else view(numbers))[
@@ -129,55 +132,57 @@ def placed(part: Tensor, whole: Whole) -> Tensor | None:
     return None
 
 
-# a whole as programs may have laid it: words before rows, both in one dim
+# layouts that programs may use: positions before rows, or both in one dim
 _VIEWS: dict[int, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
     0: (None, lambda x: x.transpose(0, 1)),
     -1: (lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1).flatten(0, 1)),
 }
 
 
-# ---- In few bits numbers are not unique, and those of two sides differ: none tells its place.
+# ---- In a low dtype values are not unique and differ between sides: compare windows.
 
-Window = tuple[float, Sequence[Tensor]]  # how far off, and its indices by dim
+Window = tuple[float, Sequence[Tensor]]  # distance, and indices by dim
 
 
 class Likest(Whole):
-    """A tensor in which a part is looked up by its direction: a wrong scale hides no place."""
+    """A full tensor in which a part is looked up by direction: a wrong scale does not matter."""
 
     def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices of the window that is most along a part, and by far."""
+        """Return the indices of the window with the highest cosine, if it is far ahead."""
         if part.dim() != self.values.dim():
             return None
         value = part.detach().double()
         size = float(value.norm())
 
-        def off(there: Tensor) -> float:  # in angle squared
+        def off(there: Tensor) -> float:  # grows with the squared angle
             return 1.0 - float((there * value).sum()) / (size * float(there.norm()) or 1.0)
 
-        return _alone(_windows(value, self.values, off), 1.0 - ALONG) if size else None
+        return _clear_nearest(_all_windows(value, self.values, off), 1.0 - ALONG) if size else None
 
 
-def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
-    """Return by dim the indices of a window; None where none is near, or more than one.
+def nearest(part: Tensor, full: Tensor) -> list[Tensor] | None:
+    """Return the indices of the nearest window by dim; None if none is near, or several are.
 
-    part   as many dims as the whole; blocks of dims, or every n-th slice of them
+    `part` has as many dims as `full`; windows are blocks of dims, or every n-th slice of them.
     """
     value = part.detach().double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
-    found = _windows(value, whole.double(), lambda there: float((there - value).norm()))
-    return _alone(found, FAR * unit, unit)
+    found = _all_windows(value, full.double(), lambda there: float((there - value).norm()))
+    return _clear_nearest(found, FAR * unit, unit)
 
 
-def _windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
-    """The windows of a part's shape; none where there are too many."""
-    options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
+def _all_windows(part: Tensor, full: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
+    """Yield all windows of a part's shape with their distances; none if there are too many."""
+    options = [_index_ranges(p, w) for p, w in zip(part.shape, full.shape)]
     if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
         for some in itertools.product(*options):
-            yield off(whole[torch.meshgrid(*some, indexing="ij")] if some else whole), some
+            yield off(full[torch.meshgrid(*some, indexing="ij")] if some else full), some
 
 
-def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[Tensor] | None:
-    """The indices of the nearest window, if it is near, and others are not."""
+def _clear_nearest(
+    windows: Iterator[Window], most: float, least: float = 0.0
+) -> list[Tensor] | None:
+    """Return the indices of the nearest window, if it is near and the others are not."""
     found = sorted(windows, key=lambda one: one[0])
     if not found or found[0][0] > most:
         return None
@@ -185,12 +190,12 @@ def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[T
     return list(found[0][1]) if far else None
 
 
-def _cuts(part: int, whole: int) -> list[Tensor]:
-    """The slices that ranks and microbatches take of a dim: blocks, and every n-th."""
-    if part == whole:
-        return [torch.arange(whole)]
-    step, rest = divmod(whole, max(1, part))
-    starts = range(0, whole - part + 1, 1 if rest else part)
+def _index_ranges(part: int, full: int) -> list[Tensor]:
+    """Return the index ranges that ranks or microbatches take of a dim: blocks, and every n-th."""
+    if part == full:
+        return [torch.arange(full)]
+    step, rest = divmod(full, max(1, part))
+    starts = range(0, full - part + 1, 1 if rest else part)
     blocks = [torch.arange(start, start + part) for start in starts]
-    strided = [torch.arange(start, whole, step) for start in range(step)] if not rest else []
+    strided = [torch.arange(start, full, step) for start in range(step)] if not rest else []
     return blocks + (strided if part > 1 else [])

@@ -1,4 +1,4 @@
-"""TrainingProgram: what somebody's own distributed program offers to be judged by."""
+"""TrainingProgram: the parts of a user's distributed program, and checks of these parts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 IMPORT_NAME = "schedlang_program_file"
-WAYS = ("mean", "sum", "same")  # how the losses of ranks make the loss of the batch
+WAYS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
-_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
+_ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
 _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
 
 
@@ -39,25 +39,25 @@ _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip
 class TrainingProgram:
     """One rank's part of a distributed program: its module, and a step without the optimizer's.
 
-    module      an nn.Module whose parameters are the rank's; or several, as chunks of a pipeline
-    step        step(batch), with the whole batch of a step: forward, backward and the reduction of
-                gradients for the rank's own part of it.  Returns the rank's loss, None where the
-                rank has none, or a pair of the loss and the rank's output
-    optimizer   named parameters -> Optimizer, used for the original too; default: SGD, and AdamW
-    world_loss  how the losses that ranks return make that of the batch: their "mean" or "sum", or
-                "same": each is that of the whole batch
-    names       the original's name of a parameter or buffer, by the name that it has here: a dict
-                or a function.  Asked where values do not tell it
-    layouts     what a rank holds of a plain tensor, by the name that it has here: a placement of
-                torch.distributed.tensor over all ranks, or a pair of it and the list of ranks
-    dropout     which part of the original's mask a rank drops by, by the name of the module here,
-                likewise.  Asked where what it drops from does not tell it
-    clip        clip(most) -> norm, as the program clips its gradients; default: the judge does
+    module      an nn.Module with the rank's parameters; or several, as chunks of a pipeline
+    step        step(batch), called with the full batch: forward, backward, and the reduction of
+                gradients, for the rank's own part of the batch. Returns the rank's loss, None if
+                the rank has none, or a pair of the loss and the rank's output
+    optimizer   named parameters -> Optimizer, also used for the original; default: SGD, and AdamW
+    world_loss  how ranks' losses combine to the loss of the batch: their "mean", their "sum", or
+                "same" if each rank returns the loss of the full batch
+    names       original names of parameters and buffers, by their names here (dict or function).
+                Used only where values do not identify them
+    layouts     layouts of plain tensors, by their names here: a placement of
+                torch.distributed.tensor over all ranks, or a pair of it and a list of ranks
+    dropout     the part of the original's mask that a rank's module applies, by the module's name
+                here, in the same form. Used only where the module's inputs do not identify it
+    clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
-    state_dict  the state as the program saves it, with a mapping in it from the original's names
-                to whole tensors.  It is called with `optimizer`, the rank's, if it takes that
-    load        load(state), or load(state, optimizer): gives a program that was just made what
-                `state_dict` returned on this rank (on the first that has some, if here none)
+    state_dict  the state that the program saves. It contains a mapping from the original's names to
+                full tensors. Called with `optimizer` (the rank's) if it has such a parameter
+    load        load(state) or load(state, optimizer): loads what `state_dict` returned on this rank
+                (on the first rank with a state, if empty here) into a new program
     """
 
     module: nn.Module | Sequence[nn.Module]
@@ -81,7 +81,7 @@ class TrainingProgram:
         return (self.module,) if isinstance(self.module, nn.Module) else tuple(self.module)
 
     def original_name(self, name: str) -> str | None:
-        """The original's name, where the user says it."""
+        """Return the original's name from the user's `names`; None if not given."""
         if self.names is None or isinstance(self.names, Mapping):
             return (self.names or {}).get(name)
         from schedlang.runtime.comm import world
@@ -95,7 +95,7 @@ Make = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """An imported program file; other processes find it under its name."""
+    """An imported program file; ranks import it under the same module name."""
 
     module: ModuleType
     path: Path
@@ -108,17 +108,20 @@ class ProgramFile:
 
     @property
     def world(self) -> int | None:
-        """The number of ranks that the file asks for; None: it does not say."""
+        """The number of ranks that the file requests; None if it has no `world`."""
         return getattr(self.module, "world", None)
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that other processes must load, by the names that they load them under."""
+        """Files that ranks must load, by the module names that they load them under."""
         return {IMPORT_NAME: self.path}
 
 
 def load_program(path: Path) -> ProgramFile:
-    """Import a program file.  Raises Refusal S904, S905, or S761 if it defines no program."""
+    """Import a program file.
+
+    Raises Refusal S904, S905, or S761 if the file defines no program.
+    """
     found = path.resolve()
     if path.is_file() and str(found.parent) not in sys.path:
         sys.path.insert(0, str(found.parent))  # as `python program.py` has it
@@ -132,7 +135,7 @@ def load_program(path: Path) -> ProgramFile:
 
 
 def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
-    """Call a user's program on a rank; refuses (S761, S767) what is no program."""
+    """Call a user's `program` on a rank; refuse (S761, S767) an invalid result."""
     with telling(make, "program", rank):
         found = make(model)
     if not isinstance(found, TrainingProgram):
@@ -144,7 +147,7 @@ def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
 
 
 def check(program: TrainingProgram, rank: int) -> None:
-    """Refuse (S761, S767) a program whose parts are not what they must be."""
+    """Refuse (S761, S767) a program with invalid parts."""
     from torch import nn
 
     module = program.module
@@ -156,7 +159,7 @@ def check(program: TrainingProgram, rank: int) -> None:
     if not callable(program.step):
         title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
         raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
-    for part in _OF_A_BATCH:
+    for part in _TAKES_BATCH:
         _check_takes_one(getattr(program, part), part, rank)
     if program.world_loss not in WAYS:
         title = f"`world_loss` is {program.world_loss!r}"
@@ -176,7 +179,7 @@ def check(program: TrainingProgram, rank: int) -> None:
 def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) -> None:
     try:
         signature = inspect.signature(function) if function is not None else None
-    except ValueError:  # of something that is built in
+    except ValueError:  # a builtin has no signature
         return
     try:
         if signature is not None:
@@ -187,7 +190,7 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
         raise Refusal(Diagnostic("S761", title, helps=helps)) from error
 
 
-_OF_A_BATCH = ("step", "evaluate")
+_TAKES_BATCH = ("step", "evaluate")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("optimizer", "clip", "evaluate", "state_dict", "load"), _FUNCTION),
@@ -198,7 +201,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
 
 
 def check_optimizer(found: Any, where: str) -> Any:
-    """Return the optimizer that a user makes; refuse (S767) what is none."""
+    """Return the user's optimizer; refuse (S767) anything else."""
     if callable(getattr(found, "step", None)) and hasattr(found, "state"):
         return found
     what = "nothing" if found is None else kind_of(found)
@@ -207,7 +210,7 @@ def check_optimizer(found: Any, where: str) -> Any:
 
 
 def check_norm(found: Any, rank: int) -> float:
-    """Return the norm that a user finds; refuse (S767) what is no number."""
+    """Return the user's gradient norm; refuse (S767) what is not a number."""
     value = found.full_tensor() if hasattr(found, "full_tensor") else found
     if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1:
         return float(value)
@@ -218,7 +221,7 @@ def check_norm(found: Any, rank: int) -> float:
 
 
 def with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
-    """Call a user's function, with the optimizer where it has a parameter of that name."""
+    """Call a user's function, with the optimizer if it has a parameter of that name."""
     if takes_optimizer(function):
         return function(*args, optimizer=optimizer)
     return function(*args)
@@ -230,7 +233,7 @@ def takes_optimizer(function: Callable[..., Any]) -> bool:
 
 
 def check_ranks(ranks: object) -> None:
-    """Refuse (S767) a number of ranks that is none."""
+    """Refuse (S767) an invalid number of ranks."""
     if isinstance(ranks, int) and ranks > 0:
         return
     title = "nobody says how many ranks" if ranks is None else f"`{ranks}` ranks cannot be started"
@@ -240,27 +243,27 @@ def check_ranks(ranks: object) -> None:
 
 @contextmanager
 def telling(make: Make, what: str, rank: int) -> Iterator[None]:
-    """Refuse what a function of the user's raises, at its own line, with the rank (S762, S765)."""
+    """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank."""
     try:
         yield
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
-        raise _told(error, make, what, rank) from error
+        raise _refusal_of(error, make, what, rank) from error
 
 
-def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
+def _refusal_of(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     file = file_of(make)
     own, deeper = frames_in(file, error)
-    said = _words(error)
+    said = _summary(error)
     code = getattr(make, "__code__", None)
-    if not own and file and code is not None:  # its call fails: the place where it is written
+    if not own and file and code is not None:  # the call itself fails: use the definition's line
         own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
     notes += deeper
-    if (root := _root(error)) is not error:
-        notes.append(f"it comes from {_words(root)}")
+    if (root := _root_cause(error)) is not error:
+        notes.append(f"it comes from {_summary(root)}")
     if _GPU.search(str(error).lower()):
         title = f"`{what}` asks for a GPU on rank {rank}: {said}"
         helps = (
@@ -269,8 +272,8 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
         )
         return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
     title = f"`{what}` raises {said} on rank {rank}"
-    helps = (_RETURN if isinstance(error, SystemExit) else _HELPS[what],)
-    if _JOINED.search(str(error)):
+    helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[what],)
+    if _ALREADY_JOINED.search(str(error)):
         helps = (
             "the process group is there: `if not dist.is_initialized(): ...` around its making",
         )
@@ -279,20 +282,20 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     return refusal
 
 
-def _words(error: BaseException) -> str:
-    """The kind of an error and the first line that it says."""
+def _summary(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def _root(error: BaseException) -> BaseException:
-    """The error that the first was raised from, in the end."""
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-_RETURN = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
+_EXIT_HELP = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
     "step": "it is called on every rank with the whole batch, and takes its part of it",

@@ -1,4 +1,4 @@
-"""Elements of a flat tensor: an even grid of them, or each told by itself."""
+"""Sets of elements of a flat tensor: a strided grid, or a list of indices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Region:
-    """Numbers of elements: those of a grid, or of a list. A grid takes no memory.
+    """Indices of elements: of a strided grid, which takes no memory, or of a list.
 
     start, shape, strides  of the grid
-    listed                 each number, where they make no grid
+    listed                 all indices, if they form no grid
     """
 
     start: int
@@ -24,7 +24,10 @@ class Region:
 
     @classmethod
     def of(cls, numbers: Tensor, shape: Sequence[int] = ()) -> Region:
-        """The region of a row of numbers: a grid of this shape, or a straight one, if it is one."""
+        """Make a region of a sequence of indices.
+
+        The region is a grid of `shape` or a line if the indices form one, else a list.
+        """
         for form in (tuple(shape), (len(numbers),)):
             found = _grid(numbers, form)
             if found is not None:
@@ -32,12 +35,12 @@ class Region:
         return cls(0, (len(numbers),), (1,), numbers)
 
     def __len__(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def numbers(self) -> Tensor:
-        """The number of each element, in their order."""
+        """The index of each element, in order."""
         if self.listed is not None:
             return self.listed
         found = torch.full((1,) * len(self.shape), self.start)
@@ -48,7 +51,7 @@ class Region:
         return found.reshape(-1)
 
     def within(self, flat: Tensor) -> Tensor:
-        """These elements of a flat tensor, in the shape of the grid: a view, but for a list."""
+        """Return these elements of a flat tensor in the grid's shape: a view, except for a list."""
         if self.listed is not None:
             return flat[self.listed]
         start = flat.storage_offset() + self.start
@@ -66,14 +69,14 @@ class Region:
             self.within(flat).fill_(values)
 
     def alike(self, other: Region) -> bool:
-        """Whether two are the same numbers in the same order."""
+        """Return whether two regions have the same indices in the same order."""
         if self.listed is None and other.listed is None and self.shape == other.shape:
             return (self.start, self.strides) == (other.start, other.strides)
         return torch.equal(self.numbers, other.numbers)
 
 
 def _grid(numbers: Tensor, shape: tuple[int, ...]) -> Region | None:
-    """The grid of a shape that these numbers are; None if they are none."""
+    """Return the grid of a shape that has these indices; None if there is none."""
     if not shape or torch.Size(shape).numel() != len(numbers) or not len(numbers):
         return None
     placed = numbers.reshape(shape)

@@ -1,6 +1,6 @@
-"""Compare a program in a low dtype: by how far roundings at every operator move its original.
+"""Compare a program in a low dtype, with gates from how far roundings move the original.
 
-* Products of operands in eight bits: what FP8 makes of an original that knows nothing of it.
+For FP8, the original's matrix products take operands rounded to eight bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.judge.beside import alike
 from schedlang.passes.judge.causes import Remembered
 from schedlang.passes.judge.choices import Choosing, Routes, untold
-from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import HIDDEN, Condition, Observation
@@ -30,15 +30,15 @@ from schedlang.passes.verify.working_dtype import bounds_of, undecided
 from schedlang.report import Row
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
-KEPT = "bfloat16"  # what the rest is computed in
+KEPT = "bfloat16"  # dtype of all other operators
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
 class EightBits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Give matrix products their operands as FP8 has them, each tensor by its greatest number.
+    """Round the operands of matrix products to FP8, with one scale for each tensor.
 
-    A scale for each tensor is the coarsest that programs choose: those for rows or blocks round
-    less. Inside `Nudged` each cast is off by one rounding more, in eight bits.
+    One scale for each tensor is the coarsest scaling that programs choose: scales for rows or
+    blocks round less. Inside `Nudged` each cast is off by one more rounding, in eight bits.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -49,10 +49,10 @@ class EightBits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         places = _PRODUCTS.get(func._overloadpacket.__name__, ())
-        given = [self._rounded(a) if k in places else a for k, a in enumerate(args)]
+        given = [self._to_fp8(a) if k in places else a for k, a in enumerate(args)]
         return func(*given, **(kwargs or {}))
 
-    def _rounded(self, value: Tensor) -> Tensor:
+    def _to_fp8(self, value: Tensor) -> Tensor:
         if not value.is_floating_point() or not value.numel():
             return value
         wide = value.float()
@@ -67,11 +67,11 @@ COPIES = 4.0  # roundings by which copies of one tensor on different ranks may d
 
 @dataclass(frozen=True)
 class Compared:
-    """Rows of a comparison, the two observations that they are about, and what is undecided.
+    """Rows of a comparison, the two observations, and what is undecided.
 
-    first   the original in float64 by its own choices
-    bounds  those of a program in a low dtype
-    chosen  what the original in float64 chose in the end, there
+    `first`  the original in float64 with its own choices
+    bounds   the error bounds, in a low dtype
+    chosen   the final choices of the original's float64 run, in a low dtype
     """
 
     rows: Sequence[Row]
@@ -84,52 +84,55 @@ class Compared:
     facts: Sequence[tuple[str, str]] = ()
 
 
-def lowered(dtype: str, case: Case, told: Sequence[Condition]) -> tuple[Case, list[Condition]]:
-    """The original and the conditions of the judge in float64, in a dtype.
+def lowered(
+    dtype: str, case: Case, conditions: Sequence[Condition]
+) -> tuple[Case, list[Condition]]:
+    """Return the original and the conditions of a float64 judgement in another dtype.
 
-    case   the original as it is given, in its own dtype
-    dtype  of eight bits: that of operands of products, in a model that is kept in bfloat16
-    Refuses (S704) a dtype that no program is judged in.
+    `case` holds the original in its own dtype. A `dtype` of eight bits applies to operands of
+    products; the model is then stored in bfloat16. Refuses (S704) an unsupported dtype.
     """
     if dtype not in (*LOW, *FORMATS):
         title = f"`{dtype}` is not a dtype that programs are judged in"
         helps = (f"choose one of {', '.join((*LOW, *FORMATS))}, or none: float64",)
         raise Refusal(Diagnostic("S704", title, helps=helps))
-    batches = tuple({id(batch): batch for one in told for batch in one.batches}.values())
+    batches = tuple({id(batch): batch for one in conditions for batch in one.batches}.values())
     working = as_worked(replace(case, batches=batches, dtype=kept_in(dtype)))
     assert working is not None, "a judge in float64 is another"
     low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
-    return working, [replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in told]
+    return working, [
+        replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in conditions
+    ]
 
 
 def kept_in(dtype: str) -> str:
-    """The dtype of a model whose products are of eight bits, or else of what is run."""
+    """Return the dtype in which a model is stored: bfloat16 if products are in eight bits."""
     return KEPT if dtype in FORMATS else dtype
 
 
 def rounded(
-    dtype: str, trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept
+    dtype: str, trial: Trial, conditions: Sequence[Condition], seen: Observation, record: Kept
 ) -> Compared:
-    """Compare what ranks did in a dtype with what that makes of the original.
+    """Compare what ranks computed in a dtype with the original's runs in that dtype.
 
-    Once more by the choices of ranks, if rows fail where roundings tip some.
+    If rows fail where roundings change choices, compare once more with the ranks' choices.
     """
 
     def against(choosing: Callable[[int | None], Choosing]) -> tuple[Observation, Bounds]:
         bounds = bounds_of(
             trial.case.plan.model.model,
-            told,
+            conditions,
             trial.case.loss,
             modes=trial.modes,
             ranks=trial.world,
             choosing=choosing,
             rounding=rounding(dtype),
         )
-        expected, actual = alike(bounds.exact, seen, kept)
+        expected, actual = alike(bounds.exact, seen, record)
         run = Remembered(bounds.run)
         return actual, replace(bounds, exact=expected, run=run, state=True)
 
-    routes = Routes(kept.chosen)
+    routes = Routes(record.chosen)
     actual, bounds = against(routes.mode)
     first, facts = bounds.exact, list[tuple[str, str]]()
     rows, unsure = undecided(bounds.rows(actual))
@@ -142,32 +145,32 @@ def rounded(
             rows, more = untold(rows, bounds.rows(other.exact))
             unsure += more
         facts = again.facts()
-    rows += [*_counts(bounds.exact, actual), *_copies(actual, dtype)]
+    rows += [*_compare_counts(bounds.exact, actual), *_compare_copies(actual, dtype)]
     chosen = (again or routes).exact
     return Compared(rows, first, bounds.exact, actual, bounds, chosen, unsure, facts)
 
 
 def rounding(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The mode that a run of the original rounds by, beside its dtype."""
+    """Return the mode that rounds a run of the original besides its dtype."""
     return partial(EightBits, dtype) if dtype in FORMATS else contextlib.nullcontext
 
 
-def _counts(expected: Observation, actual: Observation) -> Iterator[Row]:
-    """Whether numbers that no rounding moves are the same: counted steps and batches."""
+def _compare_counts(expected: Observation, actual: Observation) -> Iterator[Row]:
+    """Yield rows for integers that no rounding changes: counted steps and batches."""
     for key, want in expected.tensors.items():
         counted = key.kind == "optimizer step" or key.kind in ("other state", HIDDEN)
         if want is None or not counted or key.kind in actual.missing:
             continue
         if want.is_floating_point() and (want.dim() or key.kind != "optimizer step"):
-            continue  # it has a bound
+            continue  # compared with its bound
         got = actual.tensors.get(key)
         ok = got is not None and torch.equal(got.double(), want.double())
         error = 0.0 if ok else math.inf
         yield Row(key.condition, key.kind, key.name, error, 0.0, ok, key.step)
 
 
-def _copies(seen: Observation, dtype: str) -> list[Row]:
-    """Whether ranks that hold one tensor hold the same, but for roundings."""
+def _compare_copies(seen: Observation, dtype: str) -> list[Row]:
+    """Compare copies on different ranks: they may differ by a few roundings."""
     gate = COPIES * torch.finfo(getattr(torch, kept_in(dtype))).eps
     return [
         Row(key.condition, key.kind, key.name, error, gate, error <= gate, key.step)

@@ -1,4 +1,4 @@
-"""Wrong steps of an optimizer whose gradients are right: not made, too far, or not on all ranks."""
+"""Explain wrong optimizer steps behind right gradients: skipped, scaled, or not on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.localize.diagnose import diagnose, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
@@ -16,12 +16,12 @@ MOST_NAMES = 4
 
 
 def said_of(text: str, names: Sequence[str], of: int) -> str:
-    """Say of how many of so many tensors a sentence is."""
+    """Prefix a sentence with the number and names of the tensors that it is about."""
     return f"{len(names)} of {of} ({quoted(names, MOST_NAMES)}): {text}"
 
 
 def left_apart(wrong: Sequence[Row], first: Row) -> list[str]:
-    """The parameters whose copies differ after a step, that of the first row or one before it."""
+    """Return the parameters whose copies differ after the first row's step or an earlier one."""
     steps: dict[int, list[str]] = {}
     for row in wrong:
         if row.kind == "replicas" and row.condition == first.condition and row.step is not None:
@@ -39,34 +39,34 @@ def of_steps(
     first: Row | None,
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     sizes: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
-    """Say by what the optimizer's steps are others, where gradients are right until then."""
+    """Explain how the optimizer's steps differ, if gradients are right until then."""
     if first is None or first.kind != "parameters" or first.step is None:
         return
     found: dict[str, list[str]] = {}
-    rows = [row for row in wrong if (row.condition, row.kind, row.step) == _when(first)]
+    rows = [row for row in wrong if (row.condition, row.kind, row.step) == _key_of(first)]
     for row in rows:
         key = Key(first.condition, first.kind, first.step, row.name)
         now, want = actual.tensors.get(key), expected.tensors.get(key)
         before = expected.tensors.get(key._replace(step=first.step - 1))
-        before = before if first.step else (kept.initial or {}).get(row.name)
+        before = before if first.step else (record.initial or {}).get(row.name)
         if now is None or want is None or before is None or now.shape != before.shape:
             return
-        found.setdefault(_stepped(now - before, want - before, sizes), []).append(row.name)
+        found.setdefault(_explain_step(now - before, want - before, sizes), []).append(row.name)
     if not found.pop("", None):
         for text, names in found.items():
-            count = sum(key[:3] == _when(first) for key in expected.tensors)
+            count = sum(key[:3] == _key_of(first) for key in expected.tensors)
             yield "parameters", f"{said_of(text, names, count)}; gradients are right"
 
 
-def _when(row: Row) -> tuple[str, str, int | None]:
+def _key_of(row: Row) -> tuple[str, str, int | None]:
     return row.condition, row.kind, row.step
 
 
-def _stepped(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
-    """Say how what an optimizer adds to a parameter comes from what is right; "" if by no rule."""
+def _explain_step(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
+    """Explain a parameter's change by the right change; "" if no rule fits."""
     if not moved.any():
         return "not stepped: they are what they were before"
     still = (moved == 0) & (right != 0)

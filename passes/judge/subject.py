@@ -1,11 +1,13 @@
-"""A program of somebody else's as a subject of observation; all ranks call alike."""
+"""A user's program as a subject of observation (`verify.observe.Subject`).
+
+All ranks make the same calls in the same order, because most methods contain collectives.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +31,6 @@ from schedlang.passes.judge.layouts import (
     named,
     together,
 )
-from schedlang.passes.judge.masks import Met
 from schedlang.passes.judge.program import (
     Make,
     TrainingProgram,
@@ -39,6 +40,7 @@ from schedlang.passes.judge.program import (
     telling,
     with_optimizer,
 )
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
 from schedlang.passes.verify.spilled import Tensors, spill
@@ -48,45 +50,13 @@ from schedlang.runtime.launch import pickled
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
 
-EPS = 1e-6  # of torch's own clipping
-
-
-@dataclass
-class Kept:
-    """Facts that a rank keeps beside an observation, to say later what kind of mistake was made."""
-
-    # gradients of the first step, by whether they are clipped later and name
-    copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
-    initial: MutableMapping[str, Any] | None = None
-    unlike: dict[str, float] = field(default_factory=dict)  # how far apart ranks start
-    optimizer: bytes | None = None  # the program's own, pickled for the original
-    holdings: Holdings | None = None
-    lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
-    offers: set[str] = field(default_factory=set)  # optional parts that the program gives
-    losses: list[float] = field(default_factory=list)  # those that ranks return of the first step
-    saved: Mapping[str, Any] | None = None
-    met: Met = field(default_factory=Met)  # what ranks drop from
-    compiled: bool = False  # something of the program
-    stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
-    masks: dict[str, str] = field(default_factory=dict)  # modules whose own are others, and how
-    low: set[str] = field(default_factory=set)  # formats that float64 stands in for
-    strided: set[tuple[str, str]] = field(default_factory=set)  # see waits
-    unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # see waits
-    stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes
-    replaced: set[str] = field(default_factory=set)  # for which it puts others
-    loaded: Any = None  # see passes.judge.loaded; None: not offered
-    chosen: Mapping[Any, Any] = field(default_factory=dict)  # see passes.judge.choices
-    folder: str | None = None  # where ranks put large tensors for each other
-
-    def of(self, condition: str, name: str) -> list[Copy]:
-        """The ranks' gradients of the first step under a condition."""
-        return self.copies.get(("clipped" in condition, name), [])
+EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
 class Judged:
     """One rank's program under one condition; see `passes.verify.observe.Subject`.
 
-    `begin(step)` is told which step begins: its masks are drawn anew.
+    `begin(step)` is called at the start of each step, so that the step draws its own masks.
     """
 
     grad_norm: Tensor | float | None = None
@@ -96,11 +66,11 @@ class Judged:
         make: Make,
         original: nn.Module,
         condition: Condition,
-        kept: Kept,
+        record: Kept,
         begin: Callable[[int], None] = lambda step: None,
         like: Judged | None = None,
     ) -> None:
-        self.make, self.condition, self.kept, self.begin = make, condition, kept, begin
+        self.make, self.condition, self.record, self.begin = make, condition, record, begin
         self.original = original
         self.rank, self.table = world.rank(), Table(original)
         model = copy.deepcopy(original)
@@ -111,32 +81,34 @@ class Judged:
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
         self.program: TrainingProgram = made(make, model, self.rank)
         if like is None:
-            self.holdings = self._found()
+            self.holdings = self._find_layouts()
         else:
-            self.holdings = _as_before(like, self.program)
-        kept.holdings = kept.holdings or self.holdings
-        kept.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
+            self.holdings = _reuse_layouts(like, self.program)
+        record.holdings = record.holdings or self.holdings
+        record.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
         parameters = [p for _, p in named(self.program.modules)]
-        self._own = list(zip(self.holdings.ranks[self.rank], parameters))
+        self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [one for module in self.program.modules for one in module.modules()]
-        kept.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
+        record.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
         self._training = [Training(module) for module in self.program.modules]
         for number, module in enumerate(self.program.modules):
             named_sites(module, self._prefix(number))
         self._train()
-        if kept.initial is None:
-            whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
-            kept.initial = Tensors(kept.folder)
-            kept.initial.update({n: v for n, v in whole.items() if v is not None})
-        self._optimizer = self._made_optimizer()
+        if record.initial is None:
+            full, record.unlike = self._assemble_values(
+                [local(p.detach()) for _, p in self._parameters]
+            )
+            record.initial = Tensors(record.folder)
+            record.initial.update({n: v for n, v in full.items() if v is not None})
+        self._optimizer = self._make_optimizer()
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._step: int = like._step if like is not None else 0
 
-    def _found(self) -> Holdings:
-        """Return what ranks hold, as found before where each has the same of the original."""
-        before = self.kept.holdings
+    def _find_layouts(self) -> Holdings:
+        """Return the layouts found before if they still hold on every rank, else new ones."""
+        before = self.record.holdings
         same = before is not None and before.stands(self.rank, self.program.modules, self.table)
         if before is not None and all(world.all_gather_object(same)):
             return before
@@ -149,7 +121,10 @@ class Judged:
         return f"{number}:" if len(self.program.modules) > 1 else ""
 
     def named_modules(self) -> dict[str, nn.Module]:
-        """This rank's modules by name; of several chunks with the chunk's number."""
+        """Return this rank's modules by name.
+
+        With several chunks, names begin with the chunk's number.
+        """
         return {
             name: one
             for number, module in enumerate(self.program.modules)
@@ -157,13 +132,14 @@ class Judged:
         }
 
     def original_module(self, name: str) -> str | None:
-        """The original's module of a name in this program; None where nothing tells it.
+        """Return the original's name of a module of this program; None if it is unknown.
 
-        Modules are at home where their weights are, or those of the modules around them.
+        The name follows from the weights of the module, or of the nearest enclosing module with
+        weights.
         """
         words = name.replace(":.", ":").split(".") if name else []
         for count in range(len(words), -1, -1):
-            home = self._homes.get(".".join(words[:count]))
+            home = self._original_homes.get(".".join(words[:count]))
             if home is not None:
                 rest = [word for word in words[count:] if word not in WRAPPERS]
                 found = ".".join([home] * bool(home) + rest)
@@ -173,8 +149,8 @@ class Judged:
         return next((one for one in candidates(plain) if one in self._modules), None)
 
     @cached_property
-    def _homes(self) -> dict[str, str | None]:
-        """The original's modules, by names here, as names of weights tell; None: several."""
+    def _original_homes(self) -> dict[str, str | None]:
+        """Names of modules here -> the original's, from the names of weights; None: ambiguous."""
         homes: dict[str, str | None] = {}
         for one in self.holdings.ranks[self.rank]:
             plain = one.name.partition(":")[2] or one.name
@@ -188,17 +164,17 @@ class Judged:
                 homes[here] = there if homes.get(here, there) == there else None
         return homes
 
-    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
-        """The part of a mask that the user says this rank has in a module; None: not told."""
+    def part_said(self, name: str, full: Tensor) -> Tensor | None:
+        """Return the part of a mask that the user declares for a module here, or None."""
         plain = (name.partition(":")[2] or name).lstrip(".")
-        said = (self.program.dropout or {}).get(plain)
-        return None if said is None else declared(plain, said, whole)
+        declaration = (self.program.dropout or {}).get(plain)
+        return None if declaration is None else declared(plain, declaration, full)
 
-    def _made_optimizer(self) -> Any:
+    def _make_optimizer(self) -> Any:
         groups = self.holdings.groups
         pairs = [
             (next((groups[n] for n in one.pieces), groups.get(one.name, one.name)), p)
-            for one, p in self._own
+            for one, p in self._parameters
             if p.requires_grad
         ]
         if not pairs:
@@ -206,8 +182,8 @@ class Judged:
         own = self.program.optimizer
         if own is None:
             return self.condition.optimizer(pairs)
-        if self.kept.optimizer is None:
-            self.kept.optimizer = _pickled(own)
+        if self.record.optimizer is None:
+            self.record.optimizer = _pickled(own)
         with telling(own, "optimizer", self.rank):
             return check_optimizer(own(pairs), f"on rank {self.rank}")
 
@@ -220,21 +196,21 @@ class Judged:
     def train_step(self, batch: Batch) -> Tensor:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
         self._errors = {}
-        before = self._sums()
+        before = self._parameter_sums()
         value = self.derive(batch)
-        after = self._sums()
-        self.kept.stepped |= {name for name in before if before[name] != after[name]}
-        known = {id(p) for _, p in self._own}
-        self.kept.replaced |= {n for n, p in named(self.program.modules) if id(p) not in known}
+        after = self._parameter_sums()
+        self.record.stepped |= {name for name in before if before[name] != after[name]}
+        known = {id(p) for _, p in self._parameters}
+        self.record.replaced |= {n for n, p in named(self.program.modules) if id(p) not in known}
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
-            self.kept.offers.add("output")
+            self.record.offers.add("output")
         loss = self._loss(value)
-        copies = self._copies([self._gradient(p) for _, p in self._own])
+        copies = self._copies([self._gradient(p) for _, p in self._parameters])
         if self._step == 0:
             clipped = "clipped" in self.condition.name
-            self.kept.copies |= {(clipped, n): found for n, found in copies.items()}
-        self._gradients, errors = self._joined(copies, keep=self._step == 0)
+            self.record.copies |= {(clipped, n): found for n, found in copies.items()}
+        self._gradients, errors = self._assemble(copies, keep=self._step == 0)
         self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
         if self._optimizer is not None:
@@ -242,29 +218,32 @@ class Judged:
         self._step += 1
         return loss
 
-    def _sums(self) -> dict[str, float]:
-        """A number of each own parameter, which a step alone must not change."""
-        parts = {one.name: local(p.detach()) for one, p in self._own}
+    def _parameter_sums(self) -> dict[str, float]:
+        """Return the sum of each local parameter, to detect a step that changes parameters."""
+        parts = {one.name: local(p.detach()) for one, p in self._parameters}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def derive(self, batch: Batch) -> Any:
-        """Return what the program's step gives of a batch, and leave its gradients."""
+        """Run the program's step on a batch and return its result; no optimizer step.
+
+        Gradients stay in the parameters.
+        """
         self._train()
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
         self.begin(self._step)
         with entered(Scope(self._step, 0, ())):
-            return self._called("step", self.program.step, batch)
+            return self._call_user("step", self.program.step, batch)
 
-    def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
-        """Return what a user's function makes of a batch; refuse (S764) one that changes it."""
+    def _call_user(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
+        """Call a user's function with a copy of the batch; refuse (S764) one that changes it."""
         given = pytree.tree_map(
             lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
         )
         with telling(self.make, what, self.rank):
             value = function(given)
         after, before = named_tensors(given), named_tensors(batch)
-        changed = [n for n, v in before.items() if n not in after or not _same(after[n], v)]
+        changed = [n for n, v in before.items() if n not in after or not _is_equal(after[n], v)]
         if changed:
             title = f"`{what}` changes the batch in place on rank {self.rank}: {quoted(changed)}"
             helps = ("work on a copy: `batch = dict(batch)`, `labels = batch['labels'].clone()`",)
@@ -272,7 +251,7 @@ class Judged:
         return value
 
     def _loss(self, value: Any) -> Tensor:
-        """The loss of the batch from those that ranks return."""
+        """Combine the losses that ranks return into the loss of the batch."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
         number = value is None or isinstance(value, (int, float))
@@ -286,7 +265,7 @@ class Judged:
             title = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
             raise Refusal(Diagnostic("S766", title, helps=helps))
-        self.kept.losses = self.kept.losses or found
+        self.record.losses = self.record.losses or found
         way = self.program.world_loss
         total = (
             found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
@@ -296,24 +275,24 @@ class Judged:
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
-        return None if p.grad is None else _as_held(p.grad, p)
+        return None if p.grad is None else _shard_as(p.grad, p)
 
     def _clip(self) -> None:
-        """Clip gradients as the program does, or else by the norm of the whole gradients."""
+        """Clip gradients with the program's `clip`, else by the norm of the full gradients."""
         most = math.inf if self.condition.clip is None else self.condition.clip
         if self.program.clip is not None:
             with telling(self.make, "clip", self.rank):
                 norm = self.program.clip(most)
             self.grad_norm = check_norm(norm, self.rank)
-            clipped = self._copies([self._gradient(p) for _, p in self._own])
-            self._gradients = self._joined(clipped)[0]
+            clipped = self._copies([self._gradient(p) for _, p in self._parameters])
+            self._gradients = self._assemble(clipped)[0]
             return
         norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
         norm = world.all_gather_object(math.hypot(*norms))[0]
         factor = min(1.0, most / (norm + EPS))
         if factor < 1:
             with torch.no_grad():
-                for _, p in self._own:
+                for _, p in self._parameters:
                     if p.grad is not None:
                         p.grad.mul_(factor)
             scaled = {n: g if g is None else g * factor for n, g in self._gradients.items()}
@@ -321,17 +300,17 @@ class Judged:
 
     @property
     def output(self) -> Any:
-        """The values that ranks return of an output, by the place in it: a list by rank."""
+        """Values of the training output by path, as a list over ranks."""
         return self._by_rank(self._outputs)
 
     def eval_step(self, batch: Batch) -> Any:
-        """Return what ranks give of an output in eval mode, likewise; None: they cannot give it."""
+        """Return the output in eval mode by path, as lists over ranks; None: not offered."""
         if self.program.evaluate is None:
             return None
         for one in self._training:
             one.off()
         with torch.no_grad():
-            return self._by_rank(self._called("evaluate", self.program.evaluate, batch))
+            return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
         mine = {
@@ -342,11 +321,11 @@ class Judged:
         names = dict.fromkeys(name for one in everyone for name in one)
         return {name: [one[name] for one in everyone if name in one] for name in names}
 
-    # -- whole tensors
+    # -- full tensors
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
-        """Return all ranks' copies of each tensor of the original, in the order of ranks."""
-        mine = [None if v is None else spill(v.reshape(-1), self.kept.folder) for v in values]
+        """Return all ranks' copies of each parameter of the original, in the order of ranks."""
+        mine = [None if v is None else spill(v.reshape(-1), self.record.folder) for v in values]
         found: dict[str, list[Copy]] = {}
         for rank, (ones, theirs) in enumerate(
             zip(self.holdings.ranks, world.all_gather_object(mine))
@@ -357,51 +336,53 @@ class Judged:
                     found.setdefault(name, []).append(copy_)
         return found
 
-    def _joined(
+    def _assemble(
         self, copies: Mapping[str, Sequence[Copy]], keep: bool = False
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Whole tensors, each element from the first rank that has it; how far others are off.
+        """Assemble full tensors, and measure how far copies of the same elements differ.
 
-        Only rank 0 puts them together, from what ranks wrote: to others they are as if they were
-        not. Unless `keep`, what was written is then removed.
+        Each element is taken from the first rank that holds it. Only rank 0 assembles, from the
+        files that ranks wrote; other ranks return empty results. The files are removed afterwards
+        unless `keep`.
         """
-        whole: dict[str, Tensor | None] = {}
+        full: dict[str, Tensor | None] = {}
         errors: dict[str, float] = {}
         if self.rank == 0:
             for name, shape in self.table.shapes.items():
                 there = [one for one in copies.get(name, ()) if one.held is not None]
-                whole[name] = None
+                full[name] = None
                 if there:
-                    whole[name], far, size = joined(there, shape, self.kept.folder)
+                    full[name], far, size = joined(there, shape, self.record.folder)
                     if far or len(there) > 1:
                         errors[name] = over(far, size)
         world.barrier()
         for copy_ in () if keep else (c for each in copies.values() for c in each):
             if copy_.rank == self.rank and copy_.held is not None:
                 copy_.held.drop()
-        return whole, errors
+        return full, errors
 
-    def _whole(
+    def _assemble_values(
         self, values: Sequence[Tensor | None]
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        return self._joined(self._copies(values))
+        return self._assemble(self._copies(values))
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients as the last step left them."""
+        """Return full gradients as the last step left them."""
         trained = set(self.trainable())
         return {name: g for name, g in self._gradients.items() if name in trained}
 
     def input_gradients(self) -> None:
-        """Return None: a step of somebody else gives no gradients of its batch."""
+        """Return None: the program's step does not return gradients of the batch."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers, also under the other names of tied ones.
+        """Return full parameters and buffers, tied ones under each of their names.
 
-        Where hooks of the original save it in another form, these write that of the program's.
+        If hooks of the original change its state dict, the program's values go through the same
+        hooks.
         """
-        whole, errors = self._whole([local(p.detach()) for _, p in self._own])
+        full, errors = self._assemble_values([local(p.detach()) for _, p in self._parameters])
         self._errors |= errors
-        state = {name: whole.get(first) for name, first in self.table.aliases.items()}
+        state = {name: full.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
         buffers = self._buffers()
         if not self._renames or self.rank > 0:
@@ -415,7 +396,7 @@ class Judged:
         return saved
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Buffers that go by a known name, also those that a state dict leaves out."""
+        """Return buffers with a known name, including those that are not in the state dict."""
         return self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -434,28 +415,29 @@ class Judged:
                 error = over(gap, float(first.double().norm()))
                 key = f"buffer {name}"
                 self._errors[key] = max(self._errors.get(key, 0.0), error)
-        self.kept.lost |= set(known) - set(found)
+        self.record.lost |= set(known) - set(found)
         return found
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state, by parameter and slot."""
+        """Return full optimizer state, by parameter and slot."""
         state = self._optimizer.state if self._optimizer is not None else {}
         slots = dict.fromkeys(k for p in state for k in state[p])
         every = {k: None for names in world.all_gather_object(list(slots)) for k in names}
         found: dict[str, dict[str, Any]] = {}
         for slot in every:
-            mine = [state[p].get(slot) if p in state else None for _, p in self._own]
+            mine = [state[p].get(slot) if p in state else None for _, p in self._parameters]
             like = [
-                _as_held(v, p) if _of_shape(v, p) else None for v, (_, p) in zip(mine, self._own)
+                _shard_as(v, p) if _is_elementwise(v, p) else None
+                for v, (_, p) in zip(mine, self._parameters)
             ]
-            whole, _ = self._whole(like)
+            full, _ = self._assemble_values(like)
             numbers = {
                 name: v
-                for (one, p), v in zip(self._own, mine)
-                if v is not None and not _of_shape(v, p)
+                for (one, p), v in zip(self._parameters, mine)
+                if v is not None and not _is_elementwise(v, p)
                 for name in one.pieces
             }
-            for name, value in whole.items():
+            for name, value in full.items():
                 if value is not None:
                     found.setdefault(name, {})[slot] = value
             for one in reversed(world.all_gather_object(numbers)):
@@ -464,18 +446,18 @@ class Judged:
         return found
 
     def trainable(self) -> list[str]:
-        """The original's names of what some rank trains."""
+        """Return the original's names of the parameters that some rank trains."""
         names = {n for one in self.holdings.everything if one.trains for n in one.pieces}
         return [name for name in self.table.names if name in names]
 
     def replicas(self) -> Mapping[str, float]:
-        """Return how far copies are apart: of parameters, gradients, buffers and a `same` loss."""
+        """Return differences between copies of parameters, gradients, buffers, a `same` loss."""
         return dict(self._errors)
 
     # -- saved state
 
     def save(self) -> Any:
-        """Return what this rank saves; keep what of it has the original's names."""
+        """Return this rank's state to save, and record its entries with the original's names."""
         if self.program.state_dict is None:
             return None
         with telling(self.program.state_dict, "state_dict", self.rank):
@@ -486,38 +468,40 @@ class Judged:
                 for name, v in one.items()
                 if isinstance(v, Tensor)
             }
-            for one in _named_so(state, set(self.table.aliases) | self._saved_buffers)
+            for one in _named_mappings(state, set(self.table.aliases) | self._saved_buffers)
         ]
-        self.kept.saved = Tensors(self.kept.folder)
-        if self.rank == 0 and found:  # others may be means of the weights over time
-            self.kept.saved.update(next((one for one in found if self._held_in(one)), found[0]))
+        self.record.saved = Tensors(self.record.folder)
+        if self.rank == 0 and found:  # other mappings may be averaged weights
+            self.record.saved.update(
+                next((one for one in found if self._is_current(one)), found[0])
+            )
         return state
 
-    def _held_in(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether the parameters of this rank are the ones in a state of whole tensors."""
+    def _is_current(self, state: Mapping[str, Tensor]) -> bool:
+        """Return whether a state of full tensors contains this rank's current parameters."""
         pairs = [
             (here.within(local(p.detach()).reshape(-1)), there.within(state[name].reshape(-1)))
-            for one, p in self._own
+            for one, p in self._parameters
             for name, (here, there) in one.pieces.items()
             if name in state and state[name].shape == self.table.shapes[name]
         ]
         return all(torch.equal(a.reshape(-1), b.reshape(-1).to(a.dtype)) for a, b in pairs)
 
     def load(self, state: Any) -> None:
-        """Give this rank a state that was saved."""
+        """Load a saved state into this rank's program."""
         assert self.program.load is not None
         with telling(self.program.load, "load", self.rank):
             with_optimizer(self.program.load, self._optimizer, state)
 
     def state_here(self) -> dict[str, Any]:
-        """This rank's own parameters, buffers that are saved, and optimizer state, by its name."""
+        """Return this rank's own parameters, persistent buffers and optimizer state, by name."""
         found: dict[str, Any] = {}
         state = self._optimizer.state if self._optimizer is not None else {}
-        for one, p in self._own:
+        for one, p in self._parameters:
             name = next(iter(one.pieces)) if len(one.pieces) == 1 else one.name
             found[name] = local(p.detach())
             slots = state.get(p, {})
-            found |= {f"{slot} of {name}": _here(value) for slot, value in slots.items()}
+            found |= {f"{slot} of {name}": _local_value(value) for slot, value in slots.items()}
         for number, module in enumerate(self.program.modules):
             for name, buffer in module.named_buffers():
                 owner = module.get_submodule(name.rpartition(".")[0])
@@ -528,17 +512,17 @@ class Judged:
         return found
 
     def gradients_here(self) -> dict[str, Tensor]:
-        """This rank's own gradients as the last step left them, by the name of its parameter."""
-        own = ((one.name, self._gradient(p)) for one, p in self._own)
+        """Return this rank's own gradients as the last step left them, by parameter name."""
+        own = ((one.name, self._gradient(p)) for one, p in self._parameters)
         return {f"gradient of {name}": g for name, g in own if g is not None}
 
 
-def _here(value: Any) -> Any:
+def _local_value(value: Any) -> Any:
     return local(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
-    """The mappings in a state that have most of the original's names: itself, or its values."""
+def _named_mappings(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
+    """Return the mappings nested in a state that have the most of the original's names as keys."""
     found: list[tuple[int, Mapping[str, Any]]] = []
     waiting = [state]
     while waiting:
@@ -553,8 +537,8 @@ def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
     return [named for count, named in found if count == most > 0]
 
 
-def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
-    """The holdings of a program that was made before; refuse (S767) one that is now another."""
+def _reuse_layouts(like: Judged, program: TrainingProgram) -> Holdings:
+    """Return the layouts of an earlier program; refuse (S767) a program with other parameters."""
     was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
     now = [(name, tuple(local(p).shape)) for name, p in named(program.modules)]
     if was != now:
@@ -565,21 +549,21 @@ def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
     return like.holdings
 
 
-def _of_shape(value: Any, p: nn.Parameter) -> bool:
-    """Whether a slot of an optimizer has a number for each element of its parameter."""
+def _is_elementwise(value: Any, p: nn.Parameter) -> bool:
+    """Return whether an optimizer slot has one number per element of its parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
 
 
-def _as_held(value: Any, p: nn.Parameter) -> Tensor:
-    """This rank's part of a tensor of the shape of a parameter, cut as that is."""
+def _shard_as(value: Any, p: nn.Parameter) -> Tensor:
+    """Return this rank's part of a tensor of a parameter's shape, sharded as the parameter is."""
     if isinstance(value, DTensor) and isinstance(p, DTensor):
-        value = value.redistribute(placements=p.placements)  # a pending sum is its value
+        value = value.redistribute(placements=p.placements)  # resolves a partial gradient
     own: Tensor = local(value.detach())
     return own
 
 
 def _pickled(optimizer: Any) -> bytes:
-    """The program's optimizer for the original, in another process (S767 where it cannot go)."""
+    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
     try:
         return pickled.dumps(optimizer)
     except Exception as error:
@@ -588,7 +572,7 @@ def _pickled(optimizer: Any) -> bytes:
         raise Refusal(Diagnostic("S767", title.split("\n")[0], helps=helps)) from error
 
 
-def _same(after: Tensor, before: Tensor) -> bool:
+def _is_equal(after: Tensor, before: Tensor) -> bool:
     if after.shape != before.shape or after.dtype != before.dtype:
         return False
     equal = torch.eq(after.detach(), before.detach())

@@ -1,9 +1,8 @@
-"""Inputs of a module whose output is wrong: parts in another order, or rows of several batches.
+"""Explain a module's wrong output by its inputs: another order, other rows, or a wrong mask.
 
-The module itself may be right. What each rank gives it is looked up by its numbers in what the
-original gives it; a sentence says where that lies, and is said only where it is not as it should.
-
-* Dependence of an output on places of a batch: it shows what a lost mask lets through.
+The module itself may be right. Each rank's inputs are looked up by value in the original's inputs;
+a sentence is given only if their places are wrong. To find what a mask lets through, batches are
+changed at single positions, and the outputs that change are compared.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from schedlang.passes.localize.diagnose import fits
 from schedlang.passes.verify.observe import Batch
 
 MOST_PLACES, MOST_INPUTS = 32, 3
-CLEAR, NONE = 1e-6, 1e-12  # of the largest number: a dependence, and none
+CLEAR, NONE = 1e-6, 1e-12  # of the largest element
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A batch in which one place of an input is another."""
+    """A batch with a changed value at one position of one input."""
 
     source: str
     place: int
@@ -33,25 +32,25 @@ class Changed:
 
 
 def changes(batch: Batch) -> list[list[Changed]]:
-    """Change places of each input that has some, by input."""
+    """Return batches with single changed positions, in a list for each suitable input."""
     inputs = [name for name, value in batch.items() if _has_places(value)]
-    return [list(_of_input(batch, name)) for name in inputs[:MOST_INPUTS]]
+    return [list(_change_input(batch, name)) for name in inputs[:MOST_INPUTS]]
 
 
 def _has_places(value: object) -> bool:
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] < 2:
         return False
-    return value.is_floating_point() or len(torch.unique(value)) > 2  # two: a mask
+    return value.is_floating_point() or len(torch.unique(value)) > 2  # two values: a mask
 
 
-def _of_input(batch: Batch, name: str) -> Iterator[Changed]:
+def _change_input(batch: Batch, name: str) -> Iterator[Changed]:
     given = batch[name]
     count = given.shape[1]
     for place in torch.linspace(0, count - 1, min(count, MOST_PLACES)).round().long().tolist():
         value = given.clone()
         if given.is_floating_point():
             value[:, place] += 1
-        else:  # another number of the batch's own
+        else:  # another value that the batch contains
             known = torch.unique(given)
             at = torch.searchsorted(known, given[:, place].contiguous())
             value[:, place] = known[(at + 1) % len(known)]
@@ -60,24 +59,27 @@ def _of_input(batch: Batch, name: str) -> Iterator[Changed]:
 
 @dataclass(frozen=True)
 class Part:
-    """Outputs of a module on a rank, for the batch as it is and each changed; its `rows`."""
+    """Outputs of a module on a rank, for the given batch and each changed one.
+
+    `rows` are the flat indices of the outputs' rows (of the first two dims) in the original's.
+    """
 
     outputs: Sequence[Tensor]
     rows: Tensor
 
 
 def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequence[Changed]) -> str:
-    """Say which places of an output depend on what they should not, or do not on what they should.
+    """Explain outputs that depend on wrong positions of an input, or do not depend on right ones.
 
-    `right` and each part have the output for the batch as it is, and for each that is changed. The
-    output has the places of the input as its second dim.
+    `right` and each part hold the output for the given batch, then for each changed batch. The
+    second dim of the output is the position.
     """
-    whole = _moved(right)
+    full = _relative_changes(right)
     length = right[0].shape[1]
     more: set[tuple[int, int]] = set()
     less: set[tuple[int, int]] = set()
     for part in parts:
-        moved, there = _moved(part.outputs), whole[:, part.rows.reshape(-1)]
+        moved, there = _relative_changes(part.outputs), full[:, part.rows.reshape(-1)]
         places = part.rows.reshape(-1) % length
         for found, pairs in (
             (more, (moved > CLEAR) & (there == 0)),
@@ -87,27 +89,29 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
                 found.add((int(places[row]), made[change].place))
     source = made[0].source
     if more and less:
-        order = _seen_order(whole, [(_moved(p.outputs), p.rows.reshape(-1)) for p in parts], made)
-        text = f"{_pairs(more, source, 'depends')} and not on what the original's does"
+        order = _find_order(
+            full, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], made
+        )
+        text = f"{_describe_pairs(more, source, 'depends')} and not on what the original's does"
         return f"{text}: {order or 'words are in another order, or another mask is used'}"
     said = []
     if more:
-        text = f"{_pairs(more, source, 'depends')}, where the original's does not"
+        text = f"{_describe_pairs(more, source, 'depends')}, where the original's does not"
         said.append(f"{text}: a mask lets through too much")
     if less:
-        text = f"{_pairs(less, source, 'does not depend')}, where the original's does"
+        text = f"{_describe_pairs(less, source, 'does not depend')}, where the original's does"
         said.append(f"{text}: something is masked or missing")
     return "; ".join(said)
 
 
-def _seen_order(
-    whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
+def _find_order(
+    full: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
 ) -> str:
-    """Say in which order words are taken, if with it all depends as the original's does."""
+    """Return the order of positions that explains all dependences; "" if there is none."""
     moved = torch.cat([found > CLEAR for found, _ in parts], 1)
-    there = torch.cat([whole[:, rows] > CLEAR for _, rows in parts], 1)
+    there = torch.cat([full[:, rows] > CLEAR for _, rows in parts], 1)
     order = []
-    for column in there:  # the place of which another depends as on this one
+    for column in there:  # find the place with the same dependences
         same = [k for k, one in enumerate(moved) if torch.equal(one, column)]
         if len(same) != 1:
             return ""
@@ -115,8 +119,8 @@ def _seen_order(
     return f"it has the words in the order {order}" if len(set(order)) == len(order) else ""
 
 
-def _moved(outputs: Sequence[Tensor]) -> Tensor:
-    """Tell by change and row how far an output moves, in parts of its largest number."""
+def _relative_changes(outputs: Sequence[Tensor]) -> Tensor:
+    """Return by change and row how far an output moves, relative to its largest element."""
     first = outputs[0]
     scale = float(first.abs().max()) or 1.0
     rows = first.shape[0] * first.shape[1]
@@ -124,18 +128,18 @@ def _moved(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack(gaps) / scale
 
 
-def _pairs(pairs: set[tuple[int, int]], source: str, verb: str) -> str:
+def _describe_pairs(pairs: set[tuple[int, int]], source: str, verb: str) -> str:
     place, other = min(pairs)
     count = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
     return f"place {place} {verb} on place {other} of `{source}`{count}"
 
 
-MOST = 12  # places that are listed
+MOST = 12  # places in a sentence
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A rank's call beside the original's: its inputs, and its output."""
+    """A rank's call that matches one of the original: its inputs and its output."""
 
     rank: int
     values: Sequence[Tensor]
@@ -147,41 +151,41 @@ def misgiven(
     ranks: Sequence[Taken],
     again: Callable[[Tensor], Tensor | None],
 ) -> str:
-    """Say which of what ranks take is in another order, or of other rows; "" if nothing is.
+    """Explain inputs of ranks in another order, or of other rows; "" if all are right.
 
-    again  what the original's module makes of another tensor; None where that cannot be told
+    `again` returns the original module's output for another input; None if that is unknown.
     """
     same = [one for one in ranks if len(one.values) == len(right)]
     for place, want in enumerate(right):
-        whole = Whole(want)
-        found = [(one, one.values[place], placed(one.values[place], whole)) for one in same]
+        full = Whole(want)
+        found = [(one, one.values[place], placed(one.values[place], full)) for one in same]
         said: dict[str, list[int]] = {}
         for one, value, there in found:
-            if text := _order(value, there, whole, partial(_makes, again, one.output)):
+            if text := _describe_order(value, there, full, partial(_reproduces, again, one.output)):
                 said.setdefault(text, []).append(one.rank)
         if said:
             each = (f"{text} (rank {', '.join(map(str, on))})" for text, on in said.items())
             return f"what it takes {'; '.join(each)}"
         known = {one: there for one, _, there in found if there is not None}
-        if text := _other_rows(known, want.shape):
+        if text := _explain_other_rows(known, want.shape):
             return text
     return ""
 
 
-def _makes(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
+def _reproduces(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
     made = again(value)
     return made is not None and made.shape == output.shape and fits(output, made)
 
 
-def _order(
-    value: Tensor, there: Tensor | None, whole: Whole, makes: Callable[[Tensor], bool]
+def _describe_order(
+    value: Tensor, there: Tensor | None, full: Whole, makes: Callable[[Tensor], bool]
 ) -> str:
-    """Say in which order a rank has what it takes, if that is not the original's.
+    """Describe the order of a rank's input, if that is not the original's.
 
-    Features (the last dim) may lie in any order, as weights do: there the module must show it.
+    Features (the last dim) may have any order, as weights have: `makes` must show that it is wrong.
     """
     if there is None:
-        mixed = value.numel() > 1 and _among(value, whole.values)
+        mixed = value.numel() > 1 and _occurs_in(value, full.values)
         said = "has the right numbers at other places: a reshape mixes dims, or parts are misplaced"
         return said if mixed else ""
     for dim, size in enumerate(there.shape):
@@ -190,45 +194,47 @@ def _order(
             continue
         if dim == there.dim() - 1 and not makes(value):
             continue
-        places = _varying(line, whole.values.shape)
-        return f"holds along dim {dim} the places {_listed(places)} of what is right"
+        places = _varying_indices(line, full.values.shape)
+        return f"holds along dim {dim} the places {_format_places(places)} of what is right"
     return ""
 
 
-def _among(value: Tensor, whole: Tensor) -> bool:
-    """Whether all numbers are some of the whole's, and many of these are different ones: no ids."""
-    known = torch.unique(whole)
-    if 2 * len(known) < whole.numel() or bool((known == known.round()).all()):
+def _occurs_in(value: Tensor, full: Tensor) -> bool:
+    """Return whether all values occur in `full`, and `full` has many distinct values (no ids)."""
+    known = torch.unique(full)
+    if 2 * len(known) < full.numel() or bool((known == known.round()).all()):
         return False
     near = 1e-9 * float(known.abs().max())
     at = torch.searchsorted(known, value.reshape(-1) - near).clamp(max=len(known) - 1)
     return bool(((known[at] - value.reshape(-1)).abs() <= 2 * near).all())
 
 
-def _varying(line: Tensor, shape: torch.Size) -> list[int]:
-    """The places of a line along the dim in which they differ."""
+def _varying_indices(line: Tensor, shape: torch.Size) -> list[int]:
+    """Return the indices of a line of places along the dim in which they differ."""
     return next(
         (one.tolist() for one in torch.unravel_index(line, shape) if len(torch.unique(one)) > 1),
         line.tolist(),
     )
 
 
-def _listed(places: Sequence[int]) -> str:
+def _format_places(places: Sequence[int]) -> str:
     more = ", ..." if len(places) > MOST else ""
     return f"[{', '.join(map(str, places[:MOST]))}{more}]"
 
 
-def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
-    """Say that ranks give one thing together, and take other rows, or other words, for it."""
+def _explain_other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
+    """Report ranks that compute the same output from different rows or positions."""
     for first in ranks:
         group = [one for one in ranks if one.output.shape == first.output.shape]
         group = [one for one in group if fits(one.output, first.output)]
         for dim, word in ((0, "rows"), (1, "words")):
             if dim >= len(shape) or len(group) < 2:
                 continue
-            mine = {one: _indices(ranks[one], shape, dim) for one in group}
+            mine = {one: _distinct_indices(ranks[one], shape, dim) for one in group}
             if len(set(mine.values())) > 1 and all(len(i) < shape[dim] for i in mine.values()):
-                who = " and ".join(f"rank {one.rank} {_listed(i)}" for one, i in mine.items())
+                who = " and ".join(
+                    f"rank {one.rank} {_format_places(i)}" for one, i in mine.items()
+                )
                 return (
                     f"ranks compute it together, and have other {word} there ({who}): "
                     "those that share one copy of the model must read the same batch"
@@ -236,5 +242,5 @@ def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
     return ""
 
 
-def _indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
+def _distinct_indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
     return tuple(torch.unique(torch.unravel_index(there.reshape(-1), shape)[dim]).tolist())

@@ -1,8 +1,9 @@
-"""Terms of a gradient: what each function that a tensor goes into sends back to it.
+"""Explain a wrong gradient by its terms: the gradient that each use of a tensor contributes.
 
-A tape notes the functions of a step. Where a tensor's gradient is wrong, each function is derived
-again by itself: its term of the right gradient, and the gradient that it was sent, are tried as
-what the wrong one is made of. A sentence is said only where it gives every number of every rank.
+A tape records the functions of a step. Where a tensor's gradient is wrong, each function that uses
+the tensor is differentiated again by itself. Its term of the right gradient, and the gradient of
+its output, are tried as components of the wrong gradient. An explanation must give every element on
+every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
-from schedlang.passes.judge.kinds import SPARE
+from schedlang.passes.judge.gradient_errors import SPARE
 from schedlang.passes.localize.diagnose import fits
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
@@ -28,7 +29,7 @@ NEAR = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function that ran: what it took (with counts of writes) and gave, and in which module."""
+    """A function call: inputs (with their version counters), outputs, and the enclosing module."""
 
     function: Any
     args: Any
@@ -39,14 +40,14 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function and its place, in words."""
+        """The function and its module, in words."""
         name = getattr(self.function, "__name__", "a function").strip("_")
         return f"`{name}` in `{self.module}`" if self.module else f"`{name}` outside of all modules"
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A gradient that a call sends back to a tensor, and the one it was sent, if shaped alike."""
+    """A call's contribution to a tensor's gradient, and its output's gradient, if shaped alike."""
 
     call: Call
     back: Tensor
@@ -54,7 +55,7 @@ class Term:
 
 
 class Tape(TorchFunctionMode):
-    """The functions of a step that gradients go through, and the gradients of what they gave."""
+    """Mode that records a step's differentiable functions, and the gradients of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +65,14 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it and note it."""
+        """Run a function and record it."""
         kwargs = kwargs or {}
         if type(func) is ATTRIBUTE or func is torch.Tensor.backward:
             return func(*args, **kwargs)
         versions = tuple((t, t._version) for t in tensors_in((args, kwargs)))
         given = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
         for tensor in given:
-            self.watch(tensor)  # before it may be written into
+            self.watch(tensor)  # before an in-place write
         made = func(*args, **kwargs)
         outputs = tuple(t for t in tensors_in(made) if t.requires_grad and t.is_floating_point())
         if given and outputs:
@@ -81,12 +82,12 @@ class Tape(TorchFunctionMode):
         return made
 
     def watch(self, tensor: Tensor) -> None:
-        """Note the gradient of a tensor when it comes."""
+        """Record a tensor's gradient when backward computes it."""
         if id(tensor) not in self.gradients:
             self.gradients[id(tensor)] = torch.empty(0)
-            tensor.register_hook(self._noting(id(tensor)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(self._gradient_hook(id(tensor)))  # type: ignore[no-untyped-call]
 
-    def _noting(self, key: int) -> Any:
+    def _gradient_hook(self, key: int) -> Any:
         def note(gradient: Tensor) -> None:
             before, new = self.gradients[key], gradient.detach().clone()
             self.gradients[key] = before + new if before.numel() else new
@@ -94,12 +95,12 @@ class Tape(TorchFunctionMode):
         return note
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that came back to a tensor; None if none did."""
+        """Return a tensor's gradient; None if it has none."""
         found = self.gradients.get(id(tensor))
         return found if found is not None and found.shape == tensor.shape else None
 
     def terms(self, tensor: Tensor) -> list[Term]:
-        """Return its terms by call; none where they do not add up to its gradient."""
+        """Return a tensor's terms by call; nothing if they do not add up to its gradient."""
         total = self.gradient(tensor)
         if total is None:
             return []
@@ -107,12 +108,12 @@ class Tape(TorchFunctionMode):
             term
             for call in self.calls
             if any(t is tensor for t, _ in call.given)
-            if (term := self._term(call, tensor)) is not None
+            if (term := self._find_term(call, tensor)) is not None
         ]
         whole = found and fits(torch.stack([term.back for term in found]).sum(0), total)
         return found if whole and len(found) <= MOST_TERMS else []
 
-    def _term(self, call: Call, tensor: Tensor) -> Term | None:
+    def _find_term(self, call: Call, tensor: Tensor) -> Term | None:
         sent = [self.gradient(one) for one in call.outputs]
         if all(one is None for one in sent) or any(t._version != v for t, v in call.given):
             return None
@@ -122,7 +123,7 @@ class Tape(TorchFunctionMode):
 
 
 def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor | None:
-    """Derive a call once more by itself: what it sends back to a tensor for what it is sent."""
+    """Differentiate a call by itself: return a tensor's gradient for given output gradients."""
     leaf = tensor.detach().clone().requires_grad_()
 
     def anew(value: Any) -> Any:
@@ -141,12 +142,12 @@ def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor 
     return found
 
 
-# ---- What a wrong gradient is made of.
+# ---- Components of a wrong gradient.
 
 
 @dataclass(frozen=True)
 class Got:
-    """A rank's gradient of a tensor, and which numbers of the whole one it is about."""
+    """A rank's gradient of a tensor, and the flat indices of its elements in the full tensor."""
 
     rank: int
     value: Tensor
@@ -155,12 +156,12 @@ class Got:
 
 @dataclass
 class Path:
-    """The functions between a tensor and one that is made of it alone, the last one first."""
+    """Functions between a tensor and one that is computed from it alone, the last one first."""
 
     calls: list[tuple[Call, Tensor]] = field(default_factory=list)
 
     def back(self, gradient: Tensor) -> Tensor | None:
-        """Bring a gradient of the last tensor back to the first one."""
+        """Propagate a gradient of the last tensor back to the first one."""
         for call, tensor in self.calls:
             found = pulled(call, tensor, [gradient])
             if found is None:
@@ -170,9 +171,9 @@ class Path:
 
 
 def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
-    """Say of which terms the ranks' wrong gradients of a tensor are made; "" if of none of them.
+    """Explain the ranks' wrong gradients of a tensor by its terms; "" if no explanation fits.
 
-    Where one function alone takes the tensor, what it gives is looked at, too, and so on.
+    If only one function uses the tensor, the terms of its output are tried next, and so on.
     """
     path = Path()
     for _ in range(MOST_STEPS):
@@ -181,9 +182,9 @@ def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
         if len(brought) < len(terms) or not terms:
             return ""
         if (
-            said := _left_out(brought, path, got)
-            or _counted(brought, got)
-            or _unsummed(brought, got)
+            said := _explain_missing_derivative(brought, path, got)
+            or _explain_factors(brought, got)
+            or _explain_missing_sum(brought, got)
         ):
             return said
         call = terms[0].call
@@ -197,8 +198,8 @@ def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
 Brought = Sequence[tuple[Term, Tensor]]
 
 
-def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
-    """The factors of columns that give a value, where they are the only ones, and do."""
+def _solve(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
+    """Return the unique factors of columns that give a value; None if there are none."""
     matrix = torch.stack([column.reshape(-1) for column in columns], 1)
     flat = value.reshape(-1, 1)
     if len(matrix) < len(columns) + SPARE:
@@ -213,12 +214,12 @@ def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     return factors
 
 
-def _is(number: float, wanted: float) -> bool:
+def _is_near(number: float, wanted: float) -> bool:
     return abs(number - wanted) <= NEAR * max(1.0, abs(wanted))
 
 
-def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
-    """Whether a function sends on what it is sent, as if it were none: no derivative of it."""
+def _explain_missing_derivative(terms: Brought, path: Path, got: Sequence[Got]) -> str:
+    """Report a function that returns its output's gradient unchanged, without a derivative."""
     for place, (term, back) in enumerate(terms):
         sent = None if term.sent is None else path.back(term.sent)
         if sent is None or fits(sent, back):
@@ -230,38 +231,38 @@ def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
     return ""
 
 
-def _counted(terms: Brought, got: Sequence[Got]) -> str:
-    """Whether terms count otherwise than they should, and not all of them alike."""
+def _explain_factors(terms: Brought, got: Sequence[Got]) -> str:
+    """Report terms with a wrong factor, unless all have the same factor."""
     if len(terms) < 2:
         return ""
     said: dict[str, None] = {}
     for one in got:
-        factors = _solved(one.value, [back.reshape(-1)[one.places] for _, back in terms])
-        if factors is None or all(_is(f, factors[0]) for f in factors):
+        factors = _solve(one.value, [back.reshape(-1)[one.places] for _, back in terms])
+        if factors is None or all(_is_near(f, factors[0]) for f in factors):
             return ""
-        said["; ".join(_counts(terms, factors))] = None
+        said["; ".join(_describe_factors(terms, factors))] = None
     return next(iter(said)) if len(said) == 1 else ""
 
 
-def _counts(terms: Brought, factors: Sequence[float]) -> Iterator[str]:
+def _describe_factors(terms: Brought, factors: Sequence[float]) -> Iterator[str]:
     for (term, _), factor in zip(terms, factors):
         if abs(factor) <= NEAR:
             yield f"what {term.call.name} sends back is missing"
-        elif not _is(factor, 1.0):
+        elif not _is_near(factor, 1.0):
             yield f"what {term.call.name} sends back counts {factor:.4g} times"
 
 
-def _unsummed(terms: Brought, got: Sequence[Got]) -> str:
-    """Whether some terms are whole on every rank, and others terms of a sum over ranks."""
+def _explain_missing_sum(terms: Brought, got: Sequence[Got]) -> str:
+    """Report terms that need a sum over ranks, where other terms are complete on each rank."""
     if len(got) < 2 or len(terms) < 2 or len({one.rank for one in got}) < len(got):
         return ""
     if any(not torch.equal(one.places, got[0].places) for one in got):
         return ""
     columns = [back.reshape(-1)[got[0].places] for _, back in terms]
-    factors = _solved(torch.stack([one.value for one in got]).sum(0), columns)
-    if factors is None or not all(_is(f, 1.0) or _is(f, len(got)) for f in factors):
+    factors = _solve(torch.stack([one.value for one in got]).sum(0), columns)
+    if factors is None or not all(_is_near(f, 1.0) or _is_near(f, len(got)) for f in factors):
         return ""
-    names = [term.call.name for (term, _), f in zip(terms, factors) if _is(f, 1.0)]
+    names = [term.call.name for (term, _), f in zip(terms, factors) if _is_near(f, 1.0)]
     if not names or len(names) == len(terms):
         return ""
     what = " and ".join(names)

@@ -1,11 +1,11 @@
-"""Collectives that a program starts and never waits for, and floats that it asks for in few bits.
+"""Monitor collectives that a program never waits for, and low dtypes that it uses.
 
-Where a collective is asynchronous, what it gives is there when its work was waited for; before, a
-step on a CPU may read it or not. So no value tells it: the works of ranks are watched. Functions of
-torch.distributed come to function modes as others do.
+The result of an asynchronous collective is valid only after its work was waited for. On a CPU a
+step may read a valid result without waiting, so values do not show the mistake, and the works of
+ranks are monitored. Functions of torch.distributed reach function modes like all others.
 
-Some of gloo's collectives take tensors of other strides as if these were contiguous, which is right
-only where all ranks lay them so. It is told where something differs.
+Some of gloo's collectives read tensors in the order of memory, whatever their strides are, which is
+right only if all ranks have the same strides. Such calls are reported if something differs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from schedlang.diagnostics.culprit import OURS
 from schedlang.report import Gap, Row
 
 WAITS, WORK = "collectives", Work
-_NOBODY = "nobody waits for it: what it gives may be read before it is there"
-_THEIRS = os.path.dirname(torch.__file__)
-_LOW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
-_NAMED = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
-CASTS = {Tensor.to, Tensor.type, *_NAMED}
-_BY_MEMORY = {dist.scatter, dist.broadcast, dist.reduce}  # what gloo does so, pytorch#192920
-HEARD = CASTS | _BY_MEMORY
+_UNWAITED_NOTE = "nobody waits for it: what it gives may be read before it is there"
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_LOW_DTYPES = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+_CAST_METHODS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
+_STRIDE_BLIND = {dist.scatter, dist.broadcast, dist.reduce}  # under gloo: pytorch#192920
+HEARD = CASTS | _STRIDE_BLIND
 STRIDES = (
     "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
     "`.contiguous()`. The backward of `torch.distributed.nn.functional.all_gather` gives it such "
@@ -40,14 +40,14 @@ STRIDES = (
 
 
 class Watched:
-    """A work that is as torch's own; whatever is asked of it, the program knows of it."""
+    """A wrapped work; using any attribute counts as waiting."""
 
     def __init__(self, work: Any, waited: Callable[[], object]) -> None:
         self._work, self._waited = work, waited
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Say that it is a work."""
+        """The class of a torch work."""
         return WORK
 
     def __getattr__(self, name: str) -> Any:
@@ -56,57 +56,60 @@ class Watched:
 
 
 class Heard:
-    """Works of a rank's program that nobody has waited for, and the few bits that it asks for."""
+    """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
+
+    `left`  function and line of each work that was not waited for
+    """
 
     def __init__(self) -> None:
-        self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line
+        self.left: dict[int, tuple[str, str]] = {}  # work number -> function, line
         self._numbers = itertools.count()
         self.low: set[str] = set()
-        self.strided: set[tuple[str, str]] = set()  # a function, and the line that calls it
+        self.strided: set[tuple[str, str]] = set()  # function, calling line
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hear of a call."""
-        dtype = kwargs.get("dtype") or _NAMED.get(func)
+        """Record a call."""
+        dtype = kwargs.get("dtype") or _CAST_METHODS.get(func)
         if dtype is None and func in CASTS:
             dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
-        if dtype in _LOW:
+        if dtype in _LOW_DTYPES:
             self.low.add(str(dtype).removeprefix("torch."))
-        if func in _BY_MEMORY:
+        if func in _STRIDE_BLIND:
             several = [*args, *kwargs.values()]
             given = [t for one in several for t in (one if isinstance(one, list) else [one])]
             if any(isinstance(t, Tensor) and not t.is_contiguous() for t in given):
-                self.strided.add((func.__name__, _line()))
+                self.strided.add((func.__name__, _user_line()))
 
     def watched(self, func: Any, work: Any) -> Any:
-        """A work of a function; what is sent is whole before."""
+        """Wrap a function's work; a send is not wrapped, because its tensor is complete before."""
         if func.__name__ == "isend":
             return work
         number = next(self._numbers)
-        self.left[number] = func.__name__, _line()
+        self.left[number] = func.__name__, _user_line()
         return Watched(work, lambda: self.left.pop(number, None))
 
 
-def _line() -> str:
-    """The user's line that asks for it."""
+def _user_line() -> str:
+    """Return the user's line of the current call."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = os.path.realpath(frame.f_code.co_filename)
-        if not file.startswith((*OURS, _THEIRS)):
+        if not file.startswith((*OURS, _TORCH_FOLDER)):
             break
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
-    """A row that fails for each line whose works nobody waits for."""
+    """Yield a failing row for each line whose works are not waited for."""
     for (name, line), ranks in unwaited.items():
         said = f"`{name}` ({line})"
-        note = f"on rank {', '.join(map(str, ranks))} {_NOBODY}"
+        note = f"on rank {', '.join(map(str, ranks))} {_UNWAITED_NOTE}"
         yield Row("", WAITS, said, float("inf"), 0.0, False, None, note)
 
 
 def gaps(low: set[str]) -> Iterator[Gap]:
-    """Tell of formats that float64 stands in for."""
+    """Yield a gap for each low dtype that float64 replaces."""
     for dtype in sorted(low):
         said = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
         yield Gap(said, "roundings that add up, as of gradients that are added in few bits")

@@ -1,4 +1,4 @@
-"""Hold what modules give in a low dtype against the original's, by how far roundings move that."""
+"""Compare module outputs and gradients in a low dtype, within the error bounds of the original."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import Key, Observation
 
 ALIKE = 16.0  # roundings by which copies may differ
-SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, may be off
+SUMMED = 4.0  # bounds that a sum of ranks' terms may be off, as each term is rounded
 
 
 @dataclass(frozen=True)
-class _Far(Pattern):
-    """The distance of something, in bounds."""
+class _DistancePattern(Pattern):
+    """A sentence that gives only a distance, in bounds."""
 
     share: float = 0.0
 
 
 class Within(Exact):
-    """Comparison in a low dtype: with the original's values in float64, by its runs in the dtype.
+    """Comparison in a low dtype: with the original in float64, bounded by its runs in that dtype.
 
-    run  its k-th run in the dtype: as it stands for 0, each result off by a rounding for others
+    run  its k-th run in the dtype: unperturbed for 0, each result off by a rounding for others
     eps  of the dtype
     """
 
@@ -43,12 +43,12 @@ class Within(Exact):
         self.run, self.eps = cache(run), eps
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
-        """Find the places of an output; None where it is further off than roundings move it."""
-        places = self._place(at, value)
+        """Find the places of an output; None if it is further off than its bound."""
+        places = self._assume_places(at, value)
         right = places is not None and self.same(at, False, value, places)
         return places if right else None
 
-    def _place(self, at: At, value: Tensor) -> Tensor | None:
+    def _assume_places(self, at: At, value: Tensor) -> Tensor | None:
         want = self.right.of(at).double()
         found = placed(value, Likest(want))
         if found is None and value.shape == want.shape:
@@ -56,26 +56,26 @@ class Within(Exact):
         return found
 
     def known(self, at: At, value: Tensor) -> bool:
-        """Whether it has a place, and is wrong there."""
-        return self._place(at, value) is not None
+        """Return whether an output has a place in the original's."""
+        return self._assume_places(at, value) is not None
 
     def block(self, at: At, rank: int, value: Tensor) -> Tensor:
-        """The place of a wrong output."""
-        found = self._place(at, value)
+        """Return the place of a wrong output."""
+        found = self._assume_places(at, value)
         return super().block(at, rank, value) if found is None else found
 
     def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether roundings move it so far from what is right there, times a factor."""
-        return not self._share(at, back, value, places, factor) > 1.0
+        """Return whether a value is within its bound of the right value times a factor."""
+        return not self._bound_ratio(at, back, value, places, factor) > 1.0
 
     def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether a sum of what ranks have is right: its terms are rounded one by one."""
-        return not self._share(at, back, value, places, factor) > SUMMED
+        """Return whether a sum over ranks is right; each of its terms is rounded."""
+        return not self._bound_ratio(at, back, value, places, factor) > SUMMED
 
-    def _share(
+    def _bound_ratio(
         self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0
     ) -> float:
-        """The part of its bound that the error takes."""
+        """Return the ratio of the error to its bound."""
         key = Key("", "gradients" if back else "training outputs", 0, "value")
 
         def seen(run: Run) -> Observation:
@@ -88,7 +88,7 @@ class Within(Exact):
         return rows[0].error if rows else 0.0
 
     def factor(self, got: Tensor, want: Tensor) -> float:
-        """The factor of a gradient that is along the right one; a number, if it is near to one."""
+        """Return the factor of a gradient parallel to the right one, as a named number if near."""
         x, r = got.double(), want.double()
         along, size = float((x * r).sum()), float((r * r).sum())
         if not abs(along) > ALONG * float(x.norm()) * math.sqrt(size):
@@ -98,7 +98,7 @@ class Within(Exact):
         return next(near, found)
 
     def alike(self, a: Tensor, b: Tensor) -> bool:
-        """Whether two copies are one, but for roundings."""
+        """Return whether two copies are equal but for roundings."""
         return float((a.double() - b.double()).norm()) <= ALIKE * self.eps * float(b.norm())
 
     def pattern(
@@ -110,7 +110,7 @@ class Within(Exact):
         factor: float,
         sizes: Mapping[str, int],
     ) -> Pattern:
-        """Say by which factor it is wrong, if it is right without; or else how far off."""
+        """Return the factor by which a value is wrong if it is right without, else its distance."""
         want = factor * self.right.of(at, back).reshape(-1)[places].double()
         if value.shape != want.shape or not bool(value.isfinite().all()) or not bool(value.any()):
             return diagnose(value, want, sizes)
@@ -123,20 +123,22 @@ class Within(Exact):
         if torch.finfo(value.dtype).eps > self.eps:
             word = str(value.dtype).removeprefix("torch.")
             return Pattern(f"it is computed in {word}: judge the program by `--dtype {word}`")
-        return _far([self._share(at, back, value, places, factor)])
+        return _describe_distance([self._bound_ratio(at, back, value, places, factor)])
 
-    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
-        """Join what is said of ranks, all together that say only how far off they are."""
-        far = {one: ranks for one, ranks in said.items() if isinstance(one, _Far)}
-        found = {one: ranks for one, ranks in said.items() if one not in far}
+    def together(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+        """Join the sentences of ranks; all that give only a distance become one."""
+        far = {one: ranks for one, ranks in patterns.items() if isinstance(one, _DistancePattern)}
+        found = {one: ranks for one, ranks in patterns.items() if one not in far}
         if far:
             ranks = sorted(rank for each in far.values() for rank in each)
-            found[_far([one.share for one in far])] = ranks
+            found[_describe_distance([one.share for one in far])] = ranks
         return found
 
 
-def _far(shares: Sequence[float]) -> _Far:
-    """Say how far off something is, on one rank or on many."""
+def _describe_distance(shares: Sequence[float]) -> _DistancePattern:
+    """Describe a distance, on one rank or on several."""
     least, most = f"{min(shares):.3g}", f"{max(shares):.3g}"
     times = most if least == most else f"{least} to {most}"
-    return _Far(f"{times} times as far off as roundings may move it", how=False, share=max(shares))
+    return _DistancePattern(
+        f"{times} times as far off as roundings may move it", how=False, share=max(shares)
+    )

@@ -1,1 +1,1 @@
-"""Localisation of a failed proof: where, by which arithmetic, and whose row."""
+"""Localisation of a failed proof: the module, the arithmetic, and the rows to blame"""

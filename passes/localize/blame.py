@@ -1,10 +1,7 @@
-"""Blame: the fewest rows at the fewest modules on which a failed proof fails again, and why.
+"""Find the fewest rows of a schedule, at the fewest modules, that make a failed proof fail again.
 
-* Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
-* Blame: the fewest rows of a schedule that break it.
-* Culprits: the fewest rows, at the fewest modules, on which a failure shows again.
-* Stopped: the row for which ranks refuse to go on in the middle of a step.
-* Suspect: after a proof has failed, say where the difference arose and which rows made it.
+`suspected` adds to a report where the difference arose, its pattern and the rows to blame. `placed`
+finds the row for which ranks refuse in the middle of a step.
 """
 
 from __future__ import annotations
@@ -33,22 +30,22 @@ from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to look for a failure: a condition cut short, and with what else."""
+    """A cheap way to see a failure again: one condition with few steps, and extra checks."""
 
     condition: Condition
-    saved: bool = False  # with a save, and a load by one rank
-    working: bool = False  # in the working dtype, too
+    saved: bool = False  # also save, and load on one rank
+    working: bool = False  # also in the working dtype
     kernels: bool = False  # only the trials of kernels
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Training steps, float64 before all else."""
+        """The number of training steps, then the cost of extra checks."""
         return len(self.condition.batches), self.saved + 2 * self.working
 
 
 def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
-    """Ways in which these failing rows may be seen again, the cheapest first."""
-    found = [trial for row in rows for trial in _ways(row, failure)]
+    """Return trials in which these failing rows may fail again, the cheapest first."""
+    found = [trial for row in rows for trial in _trials_of_row(row, failure)]
     unique: list[Trial] = []
     for trial in sorted(found, key=lambda t: t.cost):
         if trial not in unique:
@@ -56,11 +53,15 @@ def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
     return unique
 
 
-def _ways(row: Row, failure: Failure) -> Iterator[Trial]:
+def _trials_of_row(row: Row, failure: Failure) -> Iterator[Trial]:
     if row.condition == "kernels":
-        yield Trial(replace(failure.told[0], batches=failure.told[0].batches[:1]), kernels=True)
+        yield Trial(
+            replace(failure.conditions[0], batches=failure.conditions[0].batches[:1]), kernels=True
+        )
         return
-    condition = next((c for c in failure.told if c.name == row.condition), failure.told[0])
+    condition = next(
+        (c for c in failure.conditions if c.name == row.condition), failure.conditions[0]
+    )
     most = len(condition.batches)
     saved, working = row.kind == "saved state", row.kind.endswith(" in working dtype")
     early = saved or working or row.kind.startswith("optimizer ")
@@ -70,58 +71,62 @@ def _ways(row: Row, failure: Failure) -> Iterator[Trial]:
 
 
 class Again:
-    """Whether some rows of a plan alone fail as was seen."""
+    """Predicate: whether a plan of some rows fails as the proof did."""
 
     def __init__(self, failure: Failure, trial: Trial, pool: Pool) -> None:
         self.failure, self.trial, self.pool = failure, trial, pool
         self._right: Observation | None = None
 
     def __call__(self, rows: Sequence[Action]) -> bool:
-        """Return whether a plan of these rows fails; one that is not legal, or whose ranks die,
-        does not."""
+        """Return whether a plan of these rows fails; False for illegal plans and ranks that die."""
         try:
             return any(not row.ok for row in self.rows(rows))
         except (Refusal, RankDied, Hang):
             return False
 
     def rows(self, rows: Sequence[Action]) -> list[Row]:
-        """Compare on a plan of these rows; raises as a proof does."""
+        """Compare a plan of these rows with the original; raises as a proof does."""
         failure, trial = self.failure, self.trial
         if trial.kernels:
             assert failure.working is not None
             plan = only(failure.working.plan, rows)
-            return trials(replace(failure.working, plan=plan), failure.told)[0]
-        case, told = _with(failure.case, rows), self._conditions(rows)
-        if self._right is None or _follows(failure.case):
-            self._right, _ = original(case, told)
+            return trials(replace(failure.working, plan=plan), failure.conditions)[0]
+        case, conditions = _case_of_rows(failure.case, rows), self._conditions(rows)
+        if self._right is None or _original_depends_on_rows(failure.case):
+            self._right, _ = original(case, conditions)
         if trial.saved or trial.working:
-            working = _with(failure.working, rows) if trial.working and failure.working else None
+            working = (
+                _case_of_rows(failure.working, rows) if trial.working and failure.working else None
+            )
             count = len(trial.condition.batches)
             working = working and replace(working, batches=working.batches[:count])
-            found = failure.whole(case, working, told, self._right)
+            found = failure.whole(case, working, conditions, self._right)
             kind = " in working dtype" if trial.working else "saved state"
             return [row for row in found if row.kind.endswith(kind)]
-        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
+        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, conditions)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
     def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
-        """The condition, its own case with these rows; where it is saved a step of the first before
-        it, which is to load it."""
-        first, condition = self.failure.told[0], self.trial.condition
+        """Return the trial's condition with these rows.
+
+        Before a trial of saved state, one step of the first condition makes the program that loads
+        it.
+        """
+        first, condition = self.failure.conditions[0], self.trial.condition
         loads = self.trial.saved and condition.name != first.name
         before = [replace(first, batches=first.batches[:1])] if loads else []
-        own = condition.case and _with(condition.case, rows)
+        own = condition.case and _case_of_rows(condition.case, rows)
         return [*before, replace(condition, case=own)]
 
 
-def _follows(case: Case) -> bool:
-    """Return whether the original does as rows say, so that it is another one for other rows."""
+def _original_depends_on_rows(case: Case) -> bool:
+    """Return whether the original depends on rows of the plan, so that fewer rows change it."""
     plan = case.plan
     rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
     return case.parted or case.table is not None or any(map(bool, rules))
 
 
-def _with(case: Case, rows: Sequence[Action]) -> Case:
+def _case_of_rows(case: Case, rows: Sequence[Action]) -> Case:
     return prepared(replace(case, plan=only(case.plan, rows)))
 
 
@@ -130,30 +135,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Blame(Generic[T]):
-    """`rows` fail together, and none can be left out; empty if it fails without any row."""
+    """Rows that fail together, none of which can be left out; empty if no row is needed."""
 
     rows: tuple[T, ...]
-    prefix: int  # rows of the shortest failing prefix that was found
-    runs: int  # how often the predicate was asked
+    prefix: int  # length of the shortest failing prefix found
+    runs: int  # calls of the predicate
 
 
 def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
-    """Find the rows to blame: bisect prefixes, then debug by deltas rows that fail only together.
+    """Find the rows to blame: bisect prefixes, then apply delta debugging.
 
-    `fails(subset)` is asked for subsets in their order; a subset that is not legal must answer
-    False. The whole is known to fail. About log2(n) runs for a single culprit. Delta debugging
-    after Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
+    `fails(subset)` receives rows in their order and must return False for an illegal subset. All
+    rows together must fail. A single culprit takes about log2(n) runs. Delta debugging is from
+    Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
     """
-    asked = _Asked(rows, fails)
+    asked = _CachedPredicate(rows, fails)
     everything = tuple(range(len(rows)))
     if not everything or asked(()):
         return Blame((), 0, asked.runs)
-    low, high = 0, len(rows)  # the prefix of `low` rows holds, that of `high` rows fails
+    low, high = 0, len(rows)  # the prefix of `low` rows passes, that of `high` rows fails
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
     culprit = high - 1
-    found = (culprit,) if asked((culprit,)) else _minimal(everything[:high], culprit, asked)
+    found = (culprit,) if asked((culprit,)) else _minimise(everything[:high], culprit, asked)
     found = _without_pairs(found, asked)
     return Blame(tuple(rows[i] for i in found), high, asked.runs)
 
@@ -161,7 +166,7 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
 def _without_pairs(
     failing: tuple[int, ...], asked: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
-    """Leave out what can be, one or two at a time: two rows may be legal only together."""
+    """Leave out one or two rows at a time, because two rows may be legal only together."""
     if len(failing) < 2:
         return failing
     for count in (1, 2):
@@ -172,8 +177,8 @@ def _without_pairs(
     return failing
 
 
-class _Asked(Generic[T]):
-    """The predicate on sets of indices; no set is asked twice."""
+class _CachedPredicate(Generic[T]):
+    """The predicate on sets of indices, with cached results."""
 
     def __init__(self, rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> None:
         self.rows, self.fails = rows, fails
@@ -187,17 +192,17 @@ class _Asked(Generic[T]):
         return self.known[subset]
 
 
-def _minimal(
+def _minimise(
     failing: tuple[int, ...], culprit: int, asked: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
-    """A failing subset from which none of the others can be left out."""
+    """Return a failing subset from which no row except the culprit can be left out."""
     others = tuple(i for i in failing if i != culprit)
     pieces = 2
     while others:
         pieces = min(pieces, len(others))
         size = -(-len(others) // pieces)
         chunks = [others[i : i + size] for i in range(0, len(others), size)]
-        less = _less(others, chunks, lambda rest: asked((*rest, culprit)))
+        less = _smaller_failing(others, chunks, lambda rest: asked((*rest, culprit)))
         if less is not None:
             others, pieces = less, max(2, pieces - 1)
         elif pieces < len(others):
@@ -207,27 +212,24 @@ def _minimal(
     return (*others, culprit)
 
 
-def _less(
+def _smaller_failing(
     others: tuple[int, ...],
     chunks: list[tuple[int, ...]],
     fails: Callable[[tuple[int, ...]], bool],
 ) -> tuple[int, ...] | None:
-    """One chunk alone, or all without one chunk, that still fails."""
+    """Return one chunk, or all rows without one chunk, that still fails."""
     alone = [chunk for chunk in chunks if len(chunk) < len(others)]
     without = [tuple(i for i in others if i not in chunk) for chunk in chunks]
     return next((rest for rest in (*alone, *without) if fails(rest)), None)
 
 
-MOST_RUNS = 24  # to find fewer modules
+MOST_RUNS = 24  # of a search for fewer modules
 
 
 def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
-    """The rows to blame; first those at the modules that are suspected, each by itself.
-
-    That all rows fail together is known.
-    """
+    """Find the rows to blame, first at suspected modules. All rows together must fail."""
     asked = 0
-    for near in _near(rows, hints):
+    for near in _rows_near(rows, hints):
         asked += 1
         if again(near):
             found = blame(near, again)
@@ -236,32 +238,32 @@ def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blam
     return replace(found, runs=found.runs + asked)
 
 
-def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
-    """Rows that change what a module computes: each alone, all of them, with those around it."""
-    told: set[tuple[int, ...]] = set()
+def _rows_near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
+    """Yield rows near suspected modules: each alone, all of them, those of enclosing modules."""
+    seen: set[tuple[int, ...]] = set()
     for hint in hints:
-        for around in _outwards(hint):
-            at = [row for row in rows if _shapes(row) and _acts(row, around)]
+        for around in _enclosing(hint):
+            at = [row for row in rows if _changes_computation(row) and _acts_on(row, around)]
             for near in (*((row,) for row in at if around == hint), tuple(at)):
                 numbers = tuple(row.row for row in near)
-                if near and len(near) < len(rows) and numbers not in told:
-                    told.add(numbers)
+                if near and len(near) < len(rows) and numbers not in seen:
+                    seen.add(numbers)
                     yield near
 
 
-def _outwards(fqn: str) -> Iterator[str]:
-    """A module, and the two around it."""
+def _enclosing(fqn: str) -> Iterator[str]:
+    """Yield a module and the two around it."""
     for _ in range(3):
         if fqn:
             yield fqn
         fqn = fqn.rpartition(".")[0]
 
 
-def _shapes(row: Action) -> bool:
+def _changes_computation(row: Action) -> bool:
     return row.changes(Facet.PLACEMENT, Facet.STRUCTURE, Facet.SHAPE)
 
 
-def _acts(row: Action, fqn: str) -> bool:
+def _acts_on(row: Action, fqn: str) -> bool:
     return any(_touches(site, fqn) for site in row.sites)
 
 
@@ -270,38 +272,38 @@ def _touches(site: str, fqn: str) -> bool:
 
 
 def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> tuple[Action, ...]:
-    """The rows at the fewest modules that still fail; nothing if each acts at one already.
+    """Return the rows at the fewest modules that still fail; empty if each row has one module.
 
-    First only at the modules that are suspected.
+    Suspected modules are tried first.
     """
     single = [replace(row, sites=group) for row in rows for group in row.each]
     if len(single) == len(rows):
         return ()
-    fails = _at_most(MOST_RUNS, again)
+    fails = _limit_runs(MOST_RUNS, again)
     wanted = {row.row for row in rows}
     for hint in hints:
-        for around in _outwards(hint):
-            near = [one for one in single if _acts(one, around)]
+        for around in _enclosing(hint):
+            near = [one for one in single if _acts_on(one, around)]
             if len(near) < len(single) and {one.row for one in near} == wanted and fails(near):
-                return tuple(_joined(near))
+                return tuple(_join_rows(near))
     places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
     single.sort(key=lambda one: (places[one.sites[0]], one.row))
-    return tuple(_joined(blame(single, fails).rows))
+    return tuple(_join_rows(blame(single, fails).rows))
 
 
-def _at_most(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
-    """The predicate on parts of rows; what would cost more runs is taken to hold."""
+def _limit_runs(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
+    """Limit the runs of a predicate; after the last run it returns False."""
     left = [runs]
 
     def fails(some: Sequence[Action]) -> bool:
         left[0] -= 1
-        return left[0] >= 0 and again(_joined(some))
+        return left[0] >= 0 and again(_join_rows(some))
 
     return fails
 
 
-def _joined(some: Sequence[Action]) -> list[Action]:
-    """Actions of one row as one, in the order of rows."""
+def _join_rows(some: Sequence[Action]) -> list[Action]:
+    """Join actions of one row, in the order of rows."""
     joined: dict[int, Action] = {}
     for one in some:
         known = joined.get(one.row)
@@ -309,20 +311,20 @@ def _joined(some: Sequence[Action]) -> list[Action]:
     return [joined[row] for row in sorted(joined)]
 
 
-def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) -> Refusal:
-    """The refusal at the last of the fewest rows that are refused alike.
+def placed(refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: Pool) -> Refusal:
+    """Return the refusal with the place of the last of the fewest rows that cause it.
 
-    What is found out while a model runs is found where no row is known.  As it is, if it has a
-    place, or if the first step of the first run alone is not refused so.
+    A refusal while a model runs has no row. The refusal is returned unchanged if it has a place, or
+    if the first step of the first condition does not cause it.
     """
     if any(one.primary.span for one in refusal.diagnostics):
         return refusal
-    step = replace(told[0], batches=told[0].batches[:1])
+    step = replace(conditions[0], batches=conditions[0].batches[:1])
     code = refusal.diagnostic.code
 
     def stops(rows: Sequence[Action]) -> bool:
         try:
-            some = _with(case, rows)
+            some = _case_of_rows(case, rows)
         except Refusal:
             return False  # these rows alone are not legal
         try:
@@ -342,19 +344,19 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
 
 
 Lines = Iterator[tuple[str, str]]
-MOST_SUSPECTS = 4  # that are printed
+MOST_SUSPECTS = 4  # printed
 MOST_HINTS = 3
 
 
 def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
-    """The report with where its first difference arose, its pattern and the rows to blame."""
+    """Add to a report where its first difference arose, the pattern, and the rows to blame."""
     bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
-    if not bad:  # what both sides draw by is no row's
+    if not bad:  # both sides share the function that draws: no row is to blame
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.acts)
-    again = _seen_again(bad, failure, rows, pool)
+    again = _find_trial(bad, failure, rows, pool)
     batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
-    where = None if bad[0].condition == "kernels" else _location(bad[0], failure, batch, pool)
+    where = None if bad[0].condition == "kernels" else _locate(bad[0], failure, batch, pool)
     found: Blame[Action] = Blame((), 0, 0)
     least: tuple[Action, ...] = ()
     if again is not None:
@@ -362,10 +364,10 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
         found = culprits(rows, again, hints)
         least = fewest_sites(found.rows, again, hints)
     lines = [
-        *_first_bad(bad, failure.expected),
-        *(_told(where, bad[0]) if where is not None else ()),
+        *_describe_first(bad, failure.expected),
+        *(_describe_location(where, bad[0]) if where is not None else ()),
     ]
-    lines += _bisected(rows, found, least, report.command)
+    lines += _describe_rows(rows, found, least, report.command)
     return replace(
         report,
         blamed=tuple(shown(action) for action in found.rows),
@@ -375,7 +377,7 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
 
 
 def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[str]:
-    """Modules at which to look first: those that are wrong alone, else those of wrong gradients."""
+    """Return modules to try first: those that are wrong alone, else owners of wrong gradients."""
     model = failure.case.plan.model
     if guilty:
         return list(guilty[:MOST_HINTS])
@@ -385,10 +387,10 @@ def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[
     return []
 
 
-def _seen_again(
+def _find_trial(
     bad: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
 ) -> Again | None:
-    """The cheapest way in which all rows together fail once more; None if none does."""
+    """Return the cheapest trial in which all rows together fail again; None if there is none."""
     for trial in trials_of(bad, failure):
         again = Again(failure, trial, pool)
         if again(rows):
@@ -396,10 +398,10 @@ def _seen_again(
     return None
 
 
-def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
-    """Localise among modules; None if they cannot be cut apart or the ranks do not get on."""
+def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
+    """Find the wrong module; None if modules cannot be run separately or ranks fail."""
     if failure.case.plan.context_axes:
-        return None  # a call of the original is no part's alone
+        return None  # ranks split the sequence: no rank has a call of the original by itself
     try:
         name = first.name if first.kind == "gradients" else ""
         return localise(failure.case, batch, pool, name)
@@ -410,8 +412,8 @@ def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Locatio
 # -- in words ----------------------------------------------------------------------------------
 
 
-def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
-    """Name the first bad gradient in the order of backward, and the last good one before it."""
+def _describe_first(bad: Sequence[Row], expected: Observation) -> Lines:
+    """Yield the first wrong gradient in backward order, and the last right one before it."""
     first = bad[0]
     if first.kind != "gradients":
         return
@@ -423,7 +425,7 @@ def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
     yield "last good before", before[-1] if before else "none: it is the first"
 
 
-def _told(where: Location, first: Row) -> Lines:
+def _describe_location(where: Location, first: Row) -> Lines:
     if where.first:
         yield "first activation", f"{where.first}   error {where.error:.1e}"
         yield "last good before", where.before or "none: it is the first"
@@ -442,11 +444,11 @@ def _told(where: Location, first: Row) -> Lines:
         yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
 
 
-def _bisected(
+def _describe_rows(
     rows: Sequence[Action], found: Blame[Action], least: Sequence[Action], command: str
 ) -> Lines:
     if not found.rows:
-        if found.runs:  # it was seen again, and once more without any row
+        if found.runs:  # it failed again, also without any row
             yield "bisected", "no row is needed: it is so in the plan of none, too"
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"

@@ -1,8 +1,4 @@
-"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure.
-
-* Diagnose: by what arithmetic a wrong tensor comes from the right one.
-* Pattern: the arithmetic behind a failure, from the tensors that tell it best.
-"""
+"""Explain a wrong tensor: the arithmetic that makes it from the right one, or where it is wrong."""
 
 from __future__ import annotations
 
@@ -22,15 +18,15 @@ from schedlang.passes.verify.sides import alone
 from schedlang.report import Row
 from schedlang.runtime.checkpointing.holding import take
 
-_FITS = 1e-6  # relative error below which a pattern is said to fit
+_RTOL = 1e-6  # relative error below which a pattern fits
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sentence about a wrong tensor; empty: there is nothing to say.
+    """A sentence about a wrong tensor; empty if there is nothing to say.
 
-    how    it tells how every number comes about, not merely that, or where, they are wrong
-    short  of a guess, what stays of the sentence where the cause is known
+    `how`   the sentence explains every element, and not only where elements are wrong
+    short   of a guess, the sentence to use if the cause is known
     """
 
     text: str
@@ -38,7 +34,7 @@ class Pattern:
     short: str = ""
 
     def __bool__(self) -> bool:
-        """Whether there is a sentence."""
+        """Return whether there is a sentence."""
         return bool(self.text)
 
 
@@ -52,11 +48,11 @@ def diagnose(
     sizes: Mapping[str, int],
     others: Mapping[str, Tensor | None] | None = None,
 ) -> Pattern:
-    """The pattern that fits, `NONE` if none does; an empty one where there is nothing wrong.
+    """Return the pattern that fits; `NONE` if none does, and an empty one if nothing is wrong.
 
-    `sizes` are the numbers that a mistake may have divided, multiplied or cut by: mesh axes,
-    microbatches. `others` are right tensors of other names (or steps) that may have taken this
-    one's place.
+    `sizes` are numbers by which a mistake may have divided, multiplied or split: mesh axes,
+    microbatches. `others` are right tensors of other names or steps that may have replaced this
+    one.
     """
     if actual is None or expected is None:
         there = actual is not None
@@ -71,15 +67,15 @@ def diagnose(
     if not x.any():
         return Pattern("it is zero: detached, or never received" if r.any() else "")
     found = (
-        _ratio(x, r, sizes)
-        or _again_and_again(x, r, others or {})
-        or _taken(x, r, others or {}, sizes)
-        or _blocks(x, r, sizes)
-        or _permuted(x, r)
-        or _few(x, r)
-        or _rounded(x, r)
-        or _slices(x, r)
-        or _constants(x, r)
+        _constant_factor(x, r, sizes)
+        or _repeated_vector(x, r, others or {})
+        or _replaced_or_added(x, r, others or {}, sizes)
+        or _wrong_blocks(x, r, sizes)
+        or _permuted_slices(x, r)
+        or _few_wrong(x, r)
+        or _low_precision(x, r)
+        or _wrong_slices(x, r)
+        or _added_constants(x, r)
         or NONE
     )
     return found if isinstance(found, Pattern) else Pattern(found)
@@ -88,8 +84,8 @@ def diagnose(
 def explain(
     row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
 ) -> Pattern:
-    """The pattern behind a failing row of `compare`, and what came out right just before it."""
-    key = next((k for k in expected.tensors if _is_of(k, row)), None)
+    """Explain a failing row of `compare`, and name the last right gradient before it."""
+    key = next((k for k in expected.tensors if _is_key_of(k, row)), None)
     if key is None:
         return Pattern("")
     others = {
@@ -108,30 +104,30 @@ def explain(
     return found
 
 
-def _is_of(key: Key, row: Row) -> bool:
+def _is_key_of(key: Key, row: Row) -> bool:
     return key == (row.condition, row.kind, row.step, row.name)
 
 
 def fits(x: Tensor, r: Tensor) -> bool:
-    """Whether two tensors are one, but for what a pattern is said to fit by."""
-    return float((x - r).norm()) <= _FITS * float(r.norm())
+    """Return whether two tensors are equal within the tolerance of patterns."""
+    return float((x - r).norm()) <= _RTOL * float(r.norm())
 
 
-def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
-    """The same number times the right tensor everywhere."""
+def _constant_factor(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
+    """Report one factor between the tensor and the right one."""
     if not float(r.norm()):
         return ""
     factor = float((x * r).sum() / (r * r).sum())
-    if not factor or not fits(x, factor * r) or abs(factor - 1) <= _FITS:
+    if not factor or not fits(x, factor * r) or abs(factor - 1) <= _RTOL:
         return ""
     for words, value in numbers(sizes):
-        if math.isclose(factor, value, rel_tol=_FITS):
+        if math.isclose(factor, value, rel_tol=_RTOL):
             return f"{words} times the right value everywhere"
     return f"{factor:.6g} times the right value everywhere" if r.numel() > 1 else ""
 
 
 def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    """Signed products and quotients of sizes, named; then small integers and their inverses."""
+    """Yield named factors: products and quotients of sizes, then -1, small integers, inverses."""
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
         for group in itertools.combinations(named, count):
@@ -146,8 +142,8 @@ def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
         yield from ((str(n), float(n)), (f"1/{n}", 1 / n))
 
 
-def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
-    """A vector, as a bias is, is in every row a few times too often."""
+def _repeated_vector(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """Report a vector (a bias) that every row contains a few times too often."""
     gap = x - r
     for name, other in others.items():
         if other is None or other.dim() != 1 or x.dim() < 2 or other.shape[0] != x.shape[-1]:
@@ -163,22 +159,23 @@ def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) 
 
 
 def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
-    """Describe how the ranks' own values make the right ones, where each is wrong by itself; "" if
-    no way.
+    """Explain how the ranks' wrong values combine to the right ones; "" if they do not.
 
-    `right` is what each rank should hold.
+    `right` is what each rank should have.
     """
     for axis in (name for name, size in mesh.axes if size > 1):
-        ways = {_over(group, locals_, right) for group in mesh.groups(axis)}
+        ways = {_explain_over_axis(group, locals_, right) for group in mesh.groups(axis)}
         if len(ways) == 1 and (way := ways.pop()):
             return way.replace("AXIS", axis)
     return ""
 
 
-def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
+def _explain_over_axis(
+    group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]
+) -> str:
     wanted = [right[rank].double() for rank in group]
     if any(w.shape != wanted[0].shape or not fits(w, wanted[0]) for w in wanted):
-        return ""  # each holds a part of its own
+        return ""  # ranks hold different shards
     found = [locals_[rank] for rank in group]
     ours = [torch.zeros_like(w) if x is None else x.double() for x, w in zip(found, wanted)]
     if any(x.shape != wanted[0].shape for x in ours):
@@ -198,7 +195,7 @@ def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequenc
 
 
 def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
-    """Describe the part of a sum (a microbatch) that is missing or counted twice; "" if none is."""
+    """Name the part of a sum (a microbatch) that is missing or counted twice; "" if none is."""
     if x.shape != r.shape:
         return ""
     for name, part in parts.items():
@@ -210,10 +207,10 @@ def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
     return ""
 
 
-def _taken(
+def _replaced_or_added(
     x: Tensor, r: Tensor, others: Mapping[str, Tensor | None], sizes: Mapping[str, int]
 ) -> str:
-    """Another tensor stands in its place, or has been added, by ranks or axes times."""
+    """Report another tensor in this one's place, or added to it, maybe times a named factor."""
     for name, other in others.items():
         if other is None or other.shape != x.shape or not other.any():
             continue
@@ -223,21 +220,21 @@ def _taken(
         if fits(x - r, other):
             return f"the value of {name} has been added"
         if x.numel() < 3:
-            continue  # a factor for so few numbers is a chance
+            continue  # so few elements may fit by chance
         times = float(((x - r) * other).sum() / (other * other).sum())
         for words, value in numbers(sizes) if fits(x - r, times * other) else ():
-            if math.isclose(times, value, rel_tol=_FITS):
+            if math.isclose(times, value, rel_tol=_RTOL):
                 return f"{words} times the value of {name} has been added"
     return ""
 
 
-def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
-    """Some of n equal blocks along one dim are right and others not, or all are out of order."""
+def _wrong_blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
+    """Report equal blocks along one dim, of which some are wrong, or all are out of order."""
     for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
         if n < 2 or x.shape[dim] % n:
             continue
         ours, right = x.chunk(n, dim), r.chunk(n, dim)
-        scale = float(r.norm()) * _FITS
+        scale = float(r.norm()) * _RTOL
         wrong = [i for i in range(n) if float((ours[i] - right[i]).norm()) > scale]
         where = f"of {n} blocks along dim {dim} ({name} = {n})"
         order = [next((j for j in range(n) if fits(ours[i], right[j])), None) for i in range(n)]
@@ -251,8 +248,8 @@ def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
     return None
 
 
-def _permuted(x: Tensor, r: Tensor) -> str:
-    """The same slices in another order."""
+def _permuted_slices(x: Tensor, r: Tensor) -> str:
+    """Report the right slices in another order, or a transposed matrix."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
         if len(ours) < 2 or fits(ours, right):
@@ -267,9 +264,9 @@ def _permuted(x: Tensor, r: Tensor) -> str:
     return ""
 
 
-def _few(x: Tensor, r: Tensor) -> Pattern | None:
-    """Most elements are right: how many are not, and whether they are the last ones."""
-    wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
+def _few_wrong(x: Tensor, r: Tensor) -> Pattern | None:
+    """Report the number of wrong elements, if most are right."""
+    wrong = ((x - r).abs() > _RTOL * float(r.norm())).flatten()
     count = int(wrong.sum())
     if not 0 < count <= x.numel() // 4:
         return None
@@ -279,14 +276,14 @@ def _few(x: Tensor, r: Tensor) -> Pattern | None:
     return Pattern(said, how=False)
 
 
-SHOWN = 16  # of places that are wrong
+SHOWN = 16  # wrong places in a sentence
 
 
-def _slices(x: Tensor, r: Tensor) -> Pattern | None:
-    """Some slices along one dim are right, and the others zero or wrong."""
+def _wrong_slices(x: Tensor, r: Tensor) -> Pattern | None:
+    """Report wrong slices along one dim, if most are right."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
-        off = (ours - right).norm(dim=1) > _FITS * float(r.norm())
+        off = (ours - right).norm(dim=1) > _RTOL * float(r.norm())
         wrong = off.nonzero().reshape(-1).tolist()
         if wrong and 2 * len(wrong) < len(ours):
             how = "zero" if not ours[wrong].any() else "wrong"
@@ -296,13 +293,13 @@ def _slices(x: Tensor, r: Tensor) -> Pattern | None:
     return None
 
 
-def _constants(x: Tensor, r: Tensor) -> str:
-    """The same number, or one of two, is added everywhere."""
+def _added_constants(x: Tensor, r: Tensor) -> str:
+    """Report one number, or two, that is added everywhere."""
     gap = (x - r).flatten()
     if x.numel() < 5:
         return ""
     numbers = sorted([float(gap.min()), float(gap.max())], key=abs)
-    least = _FITS * float(r.abs().max())
+    least = _RTOL * float(r.abs().max())
     near = [(gap - n).abs() <= least for n in numbers]
     if bool(near[0].all()):
         return f"{numbers[0]:.3g} is added everywhere"
@@ -313,10 +310,10 @@ def _constants(x: Tensor, r: Tensor) -> str:
     return ""
 
 
-def _rounded(x: Tensor, r: Tensor) -> Pattern:
-    """An error of the size of a lower precision's rounding, in nearly every number.
+def _low_precision(x: Tensor, r: Tensor) -> Pattern:
+    """Guess a rounding to a lower precision, if nearly all elements are off by about its size.
 
-    Where many numbers are right the others are no roundings; of a single one it says nothing.
+    If many elements are right, the others are no roundings; a single element shows nothing.
     """
     if x.numel() < 2 or not float(r.norm()):
         return NOTHING
@@ -333,24 +330,24 @@ def _rounded(x: Tensor, r: Tensor) -> Pattern:
 
 
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
-    """Describe in words the first wrong gradient, or what the first wrong module makes."""
+    """Describe the first wrong gradient, or what the first wrong module makes."""
     plan = failure.case.plan
     micro = plan.micro
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})
     found = explain(first, failure.expected, failure.actual, sizes)
     if where is None:
         return found.text
-    told, text = found.how, found.text
-    if not told or first.kind == "outputs":
-        inside = _of_module(failure, where, sizes)
-        told, text = told or inside.how, inside.text or text
-    if first.kind == "gradients" and first.step == 0 and not told:
-        text = _of_gradient(first, failure, where, batch) or text
+    explains, text = found.how, found.text
+    if not explains or first.kind == "outputs":
+        inside = _explain_module(failure, where, sizes)
+        explains, text = explains or inside.how, inside.text or text
+    if first.kind == "gradients" and first.step == 0 and not explains:
+        text = _explain_gradient(first, failure, where, batch) or text
     return text
 
 
-def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Pattern:
-    """Diagnose what a module makes that is fed what is right."""
+def _explain_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Pattern:
+    """Explain what a wrong module makes from right inputs."""
     if where.values is None:
         return NOTHING
     got, want = where.values
@@ -366,18 +363,18 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Patt
     return replace(found, text=f"{found.text}, in {name or 'the model'}")
 
 
-def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
-    """Diagnose a gradient by the ranks' own values, or by what each part of the batch adds."""
+def _explain_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
+    """Explain a gradient by ranks' own values, or by contributions of parts of the batch."""
     key = Key(first.condition, first.kind, 0, first.name)
     got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
     if want is None:
         return ""
-    return _of_ranks(first.name, failure, where, want) or (
-        "" if got is None else of_parts(got, want, _shares(first.name, failure, batch))
+    return _explain_by_holdings(first.name, failure, where, want) or (
+        "" if got is None else of_parts(got, want, _part_gradients(first.name, failure, batch))
     )
 
 
-def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str:
+def _explain_by_holdings(name: str, failure: Failure, where: Location, want: Tensor) -> str:
     prepared, mesh = failure.case.prepared, failure.case.plan.mesh
     if prepared is None or name not in prepared.holdings:
         return ""
@@ -388,8 +385,8 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
     return of_ranks(where.locals, right, mesh)
 
 
-def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
-    """Derive on the original what each part of the batch adds to a gradient."""
+def _part_gradients(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
+    """Return the contribution of each part of the batch to a gradient of the original."""
     probe = Probe(failure.case, batch)
     count = len(probe.parts)
     if count < 2:

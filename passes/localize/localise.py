@@ -1,8 +1,8 @@
-"""Localise: which module is wrong, by feeding each alone what the original's gets.
+"""Find the module that is wrong in a failed proof, by giving each module the original's inputs.
 
-Two runs of the ranks on one batch. In the first nobody interferes, and the first activation that
-differs is found; in the second every module gets the right input and cotangent
-(`runtime/isolated`), so that one that merely receives something wrong is not blamed.
+Ranks run twice on one batch. The first run is undisturbed and finds the first activation that
+differs. In the second run every module gets the right inputs and output gradients
+(`runtime/isolated`), so a module that only receives wrong values is not blamed.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.program import Program
 from schedlang.runtime.scope import Scope, entered, named_sites
 
-# the rows of a whole comparison, state saved and working dtype included
+# returns all rows of a comparison, with saved state and the working dtype
 Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A proof that failed: what was run and seen in float64, and the case in its own dtype."""
+    """A proof that failed: its cases in float64 and in the working dtype, and the observations."""
 
     case: Case
     working: Case | None
-    told: Sequence[Condition]
+    conditions: Sequence[Condition]
     expected: Observation
     actual: Observation
     whole: Whole
@@ -68,12 +68,13 @@ Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 class Location:
     """The place where a difference arose.
 
-    first    the first module, in the order in which they return, whose output differs in a run
-    before   the last one before it whose output agrees
-    guilty   modules that are wrong though they are given what is right, and what they make wrong
-    values   what the first of them makes, and what it should
-    judged   how many modules were tried alone; unknown: those whose layout could not be told
-    locals   the gradient of one parameter as each rank has it after a step
+    first      the first module, in order of returns, whose output differs in a run
+    before     the last module before it whose output agrees
+    guilty     modules that are wrong with right inputs, and what they make wrong
+    values     what the first guilty module makes, and the right value
+    `judged`   number of modules tried separately
+    unknown    modules of unknown layout
+    `locals`   each rank's gradient of one parameter after a step
     """
 
     first: str = ""
@@ -87,8 +88,8 @@ class Location:
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """The findings of one rank: in a run, and of each module alone."""
+class _RankFindings:
+    """Findings of one rank: in the undisturbed run, and of each module by itself."""
 
     seen: Seen
     findings: tuple[Finding, ...]
@@ -100,18 +101,20 @@ class _Sight:
 def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Location:
     """Find the module that is wrong on a batch, under the initial parameters.
 
-    Each rank also tells what it has of the gradient of `parameter`.
+    Also records each rank's gradient of `parameter`.
     """
-    plain = prepared(replace(case, plan=_plain(case.plan)))
+    plain = prepared(replace(case, plan=_module_rows_only(case.plan)))
 
     with temporary() as folder:
         order = _record(case, batch, folder)
-        sights = pool.run(_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter)
-    return _told(order, sights)
+        ranks = pool.run(
+            _run_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter
+        )
+    return _join_findings(order, ranks)
 
 
-def _plain(plan: Plan) -> Plan:
-    """The plan without what changes no module: recomputation, offloading, slices of state."""
+def _module_rows_only(plan: Plan) -> Plan:
+    """Return the plan without recomputation, offloading and sliced state: no module changes."""
     rows = (a for a in plan.actions if not a.changes(Facet.RECOMPUTE, Facet.RESIDENCE))
     return of_rows(
         plan,
@@ -122,8 +125,8 @@ def _plain(plan: Plan) -> Plan:
     )
 
 
-def _opaque(plan: Plan) -> tuple[str, ...]:
-    """Modules whose inside is not the original's."""
+def _opaque_modules(plan: Plan) -> tuple[str, ...]:
+    """Return modules whose inside is not the original's."""
     return tuple(site for a in plan.rows_changing(Facet.STRUCTURE) for site in a.sites)
 
 
@@ -131,14 +134,14 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
 
 
 def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
-    """Write down every call of the original for every part; the calls as they return."""
+    """Write every call of the original for every part to files; return the calls as they return."""
     modes, _ = modes_of(case)
     order: tuple[Frame, ...] = ()
     for replica, share in enumerate(Probe(case, batch).shares):
         for micro, part in enumerate(share):
             module = twin(case).train()
             named_sites(module)
-            recorder = Recorder(module, _opaque(case.plan))
+            recorder = Recorder(module, _opaque_modules(case.plan))
             with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(0.0):
                 called(module, part.inputs)
             torch.save(recorder.calls, f"{folder}/{replica}-{micro}")
@@ -149,13 +152,13 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
 # -- the ranks ---------------------------------------------------------------------------------
 
 
-def _rank(
+def _run_rank(
     case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
-) -> _Sight:
-    """One rank's part in both runs."""
+) -> _RankFindings:
+    """Run both runs on one rank."""
     with ambient(Float64()):
         program = program_of(case)
-        view = _view(case, program, order)
+        view = _make_view(case, program, order)
         mesh = case.plan.mesh
         parts = Probe(case, batch).shares[mesh.index(view.rank, case.plan.data_axes)]
         replica = mesh.index(view.rank, case.plan.data_axes)
@@ -164,34 +167,38 @@ def _rank(
             for k in range(len(parts))
         ]
         watch = Watch(view, calls)
-        watch.follow(program.assembly.module, _opaque(case.plan))
-        _telling_stages(program, watch, grad=False)
+        watch.follow(program.assembly.module, _opaque_modules(case.plan))
+        _watch_stages(program, watch, grad=False)
         program.train_step(batch)
         held = program.assembly.parameters.get(parameter)
         local = None if held is None else local_gradient(held)
         program = program_of(plain)
-        view = _view(plain, program, order)
-        judge = Judge(program.assembly.module, view, calls, _opaque(case.plan))
-        _telling_stages(program, judge, grad=True)
+        view = _make_view(plain, program, order)
+        judge = Judge(program.assembly.module, view, calls, _opaque_modules(case.plan))
+        _watch_stages(program, judge, grad=True)
         _forward(program, parts)
     found = tuple(worst_of(judge.findings))
-    return _Sight(watch.seen, found, frozenset(judge.judged), frozenset(judge.unknown), local)
+    return _RankFindings(
+        watch.seen, found, frozenset(judge.judged), frozenset(judge.unknown), local
+    )
 
 
-def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
-    """Say which stage runs, and record gradients in a run without backward."""
+def _watch_stages(program: Program, watcher: Any, *, grad: bool) -> None:
+    """Set `watcher.stage` to the running stage; record gradients also in runs without backward."""
     for number, stage in program.assembly.pipeline.stages.items():
 
-        def forward(*args: Any, _plain: Any = stage.forward, _number: int = number) -> Any:
-            told.stage = _number
+        def forward(
+            *args: Any, _module_rows_only: Any = stage.forward, _number: int = number
+        ) -> Any:
+            watcher.stage = _number
             with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
-                return _plain(*args)
+                return _module_rows_only(*args)
 
         vars(stage)["forward"] = forward
 
 
 def _forward(program: Program, parts: Sequence[Part]) -> None:
-    """One forward in training mode; what backward there is, is of the modules alone."""
+    """Run one forward in training mode; only the modules themselves may run backward."""
     a = program.assembly
     a.module.train()
     with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(0.0):
@@ -202,10 +209,10 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
         )
 
 
-def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
+def _make_view(case: Case, program: Program, order: Sequence[Frame]) -> View:
     plan, ready = case.plan, case.prepared
     assert ready is not None
-    stages, spanning = _stages(ready, order)
+    stages, spanning = _stages_of_calls(ready, order)
     ranks = program.assembly.ranks
     names = {
         (site.fqn, attribute): plan.model.parameters[fact.name].name
@@ -225,14 +232,16 @@ def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
     )
 
 
-def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], frozenset[Frame]]:
-    """The stage of every call, and the calls that are not inside one unit of a stage."""
+def _stages_of_calls(
+    ready: Prepared, order: Sequence[Frame]
+) -> tuple[dict[Frame, int], frozenset[Frame]]:
+    """Return the stage of every call, and the calls that are not inside one unit of a stage."""
     staged = ready.staged
     if staged.axis is None:
         return {}, frozenset()
     units: dict[str, int] = {}
     for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
-        # turns of a module that several stages call are counted on none of them
+        # no stage counts all calls of a module that several stages call
         units[name] = stage if units.get(name, stage) == stage else -1
     found: dict[Frame, int] = {}
     outside, now = set(), 0
@@ -242,25 +251,25 @@ def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], 
         found[frame] = now
         if within is None:
             outside.add(frame)
-    for name in {name for name, turn in found if turn}:  # turns are not counted across stages
+    for name in {name for name, turn in found if turn}:  # calls are not counted across stages
         frames = [frame for frame in found if frame[0] == name]
         if len({found[frame] for frame in frames}) > 1:
             found |= dict.fromkeys(frames, -1)
     return found, frozenset(outside)
 
 
-# -- what is said of it ------------------------------------------------------------------------
+# -- the location ------------------------------------------------------------------------------
 
 
-def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
+def _join_findings(order: Sequence[Frame], ranks: Sequence[_RankFindings]) -> Location:
     worst: dict[Frame, tuple[float, bool]] = {}
-    for sight in sights:
-        for (_, frame), (error, ok) in sight.seen.items():
+    for rank in ranks:
+        for (_, frame), (error, ok) in rank.seen.items():
             known = worst.get(frame, (0.0, True))
             worst[frame] = max(known[0], error), known[1] and ok
     first = next((frame for frame in order if not worst.get(frame, (0.0, True))[1]), None)
     good = [f for f in order[: order.index(first)] if f in worst] if first is not None else []
-    found = _forward_first([one for sight in sights for one in sight.findings], order)
+    found = _order_findings([one for rank in ranks for one in rank.findings], order)
     values = next(
         ((f.got, f.want) for f in found if f.got is not None and f.want is not None), None
     )
@@ -268,25 +277,25 @@ def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
         "" if first is None else in_words(first),
         in_words(good[-1]) if good else "",
         0.0 if first is None else worst[first][0],
-        _guilty(found),
+        _guilty_modules(found),
         values,
-        len({name for sight in sights for name in sight.judged}),
-        tuple(sorted({name for sight in sights for name in sight.unknown})),
-        tuple(sight.local for sight in sights),
+        len({name for rank in ranks for name in rank.judged}),
+        tuple(sorted({name for rank in ranks for name in rank.unknown})),
+        tuple(rank.local for rank in ranks),
     )
 
 
-def _forward_first(found: Sequence[Finding], order: Sequence[Frame]) -> list[Finding]:
-    """Findings in forward if there are any, else those in backward, as the modules return."""
+def _order_findings(found: Sequence[Finding], order: Sequence[Frame]) -> list[Finding]:
+    """Return findings in forward, else those in backward, in the order in which modules return."""
     place = {frame: k for k, frame in enumerate(order)}
-    told = [one for one in found if not one.back] or list(found)
-    return sorted(told, key=lambda one: place.get(one.frame, -1))
+    chosen = [one for one in found if not one.back] or list(found)
+    return sorted(chosen, key=lambda one: place.get(one.frame, -1))
 
 
-def _guilty(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
-    """Each guilty module once, with the first thing that it makes wrong."""
-    told: dict[str, str] = {}
+def _guilty_modules(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+    """Return each guilty module once, with the first value that it makes wrong."""
+    modules: dict[str, str] = {}
     for one in found:
         size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"
-        told.setdefault(one.frame[0], f"{one.what}{size}")
-    return tuple(told.items())
+        modules.setdefault(one.frame[0], f"{one.what}{size}")
+    return tuple(modules.items())

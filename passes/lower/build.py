@@ -8,7 +8,7 @@ recomputation; residence; stages; slices of data-parallel state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -358,7 +358,8 @@ def _make_program(
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
             check_places(plan, a.stage_axis, a.holdings, options.optimizer)
         whole = whole_step(a, staged, options.optimizer)
-        optimizer = _make_optimizer(a, options.optimizer)
+        every = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
+        optimizer = _make_optimizer(a, options.optimizer, every)
     if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if options.optimizer is not None:  # on all ranks, also those that train no parameter
@@ -417,15 +418,22 @@ def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
 
 
 def _make_optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer]
+    a: Assembly, make: Callable[..., torch.optim.Optimizer], trained_anywhere: Container[str]
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of this rank's trained parameters; None if it has no such parameter."""
-    from schedlang.runtime.optim.whole_step import check_closure
+    """Return the optimizer of this rank's trained parameters; None if it has no such parameter.
+
+    `trained_anywhere` names the parameters that any rank trains.
+    """
+    from schedlang.runtime.optim.whole_step import check_closure, dims_of, fill_groups, groups_of
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if not trained:
         return None
-    made = make(trained)
+    names = {id(p): name for name, p in trained}
+    dims = {name: count for name, count in dims_of(a.holdings).items() if name in trained_anywhere}
+    staged = a.stage_axis is not None
+    whole = groups_of(make, dims, set(names.values())) if staged else ()
+    made = make(trained)  # the last that is made: the function may keep it
     check_closure(made)
     groups = getattr(made, "param_groups", ())
     held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
@@ -436,6 +444,7 @@ def _make_optimizer(
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
+    fill_groups(made, whole, names)
     return made
 
 

@@ -419,7 +419,7 @@ class Run:
         """Run the forward; return the first mismatch with the original, or None."""
         from schedlang.runtime.batch import forward
         from schedlang.runtime.kept_outside import kept_outside
-        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
+        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace, of_the_model
         from schedlang.runtime.tracing.meta import tensors_in, without_values
 
         model = self._copy()
@@ -438,10 +438,13 @@ class Run:
         except Hoist:
             raise
         except Exception as error:
-            if not self.divided:
+            if self.divided:  # a number that counts something else: this try leads nowhere
+                return Mismatch(("", 0), str(error), None, (), -1)
+            if not of_the_model(error):
                 raise
-            # a number with another meaning was divided: this division is wrong
-            return Mismatch(("", 0), str(error), None, (), -1)
+            found = self.follower.refuse(str(error).split("\n")[0], None)
+            found.frame, found.raw = self.stack.broke, True
+            return found
         return None
 
     def _copy(self) -> nn.Module:

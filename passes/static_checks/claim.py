@@ -1,4 +1,4 @@
-"""Claims of static proofs: how much one looked at, and what does not hold, with the line."""
+"""Claims of static proofs: what was examined, and what does not hold, at which row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedlang.ir.plan import Action
 class Claim:
     """One proof: its name, what was counted, what does not hold, and what it cannot see.
 
-    `checked` False: nothing was looked at, for the reason that `said` gives.
+    If `checked` is False nothing was examined, for the reason in `said`.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether something was looked at, and no problem found."""
+        """Whether something was examined and no problem was found."""
         return self.checked and not self.problems
 
     @property
@@ -53,7 +53,7 @@ def placed(row: Action | None) -> Label:
 
 
 def folded(problems: Iterable[tuple[str, Diagnostic]]) -> tuple[Diagnostic, ...]:
-    """Problems that say the same of several names at one line, as one that lists the names."""
+    """Join problems with equal messages at one line into one that lists the names."""
     from dataclasses import replace
 
     from schedlang.diagnostics.diagnostic import quoted

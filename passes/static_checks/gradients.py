@@ -1,12 +1,11 @@
-"""Prove without a rank that every gradient is summed over the axes on which it is partial.
+"""Prove without ranks that every gradient is summed over exactly the axes on which it is partial.
 
-* What every parameter's gradient is when the last backward has run, derived from types alone. One
+* `gradients` infers from types alone what each parameter's gradient is after the last backward: one
   microbatch of the local model on the meta device, forward and backward, with all stages in one
   graph, so that a tied weight is one node with several uses.
-* Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
-* Proof that every gradient is summed over the axes that it is a part over, once, and no other.
-  Two derivations that share nothing but the model: which gradients are parts follows from types
-  (`gradients`); which sums a step does is seen where one is played (`book`).
+* `types` checks that only linear calls precede a sum of partial tensors.
+* `ledger` compares the inferred gradients with the sums that a simulated step does. The two
+  derivations share only the model.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradient of each trained parameter that has one, and all calls that do not fit.
+    """The gradient of each trained parameter that has one, and all calls with a fault.
 
-    `calls` were typed, `sums` of them wanted a pending sum.
+    `calls` is the number of typed calls, `sums` the number of calls that need a pending sum.
     """
 
     found: Mapping[str, Gradient]
@@ -46,7 +45,7 @@ class Gradients:
 def gradients(
     plan: Plan, prepared: Prepared, sample: Mapping[str, Any], loss: Loss | None
 ) -> Gradients | None:
-    """Types through one forward and backward; None where the model returns no loss."""
+    """Infer gradients through one forward and backward; None if the model returns no loss."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
@@ -80,7 +79,7 @@ def gradients(
 
 
 def _stage_of(staged: Staged) -> Any:
-    """The stages that call a module; None for code between units."""
+    """Return a function from a module to the stages that call it; None for code between units."""
     if staged.axis is None:
         return lambda fqn: frozenset([0])
     stages: dict[str, frozenset[int]] = {}
@@ -100,20 +99,20 @@ def _stage_of(staged: Staged) -> Any:
     return stage_of
 
 
-CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do not fit
+CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # by kind of fault
 
 
 def types(plan: Plan, gradients: Gradients) -> Claim:
-    """The calls of one forward by their types on each axis (S713)."""
-    problems = [(f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "type"]
+    """Check the types of all calls of a forward on each axis (S713)."""
+    problems = [(f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind == "type"]
     said = f"{gradients.calls} calls, {gradients.sums} pending sums"
     return Claim("placement types", said, folded(problems))
 
 
 def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> Claim:
-    """Compare what gradients are with what is summed (S711 missing, S712 too often).
+    """Compare gradients with sums: S711 for a missing sum, S712 for one too many.
 
-    `book` are the sums at each place of the pipeline.
+    `book` are the sums at each stage of the pipeline.
     """
     problems: list[tuple[str, Diagnostic]] = []
     kinds: Counter[tuple[object, ...]] = Counter()
@@ -122,40 +121,42 @@ def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> 
         mine = {p: [one for one in book[p] if name in one.names] for p in places}
         kinds[_kind(gradient)] += 1
         for axis in gradient.shares:
-            if axis in _pipeline(plan):
+            if axis in _pipeline_axes(plan):
                 continue
-            problems += ((name, d) for d in _axis(plan, name, gradient, axis, mine))
-        problems += ((name, d) for d in _copies(plan, name, gradient, mine))
-        problems += ((name, d) for d in _divided(plan, name, mine))
-        problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
-    problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind != "type")
+            problems += ((name, d) for d in _check_axis(plan, name, gradient, axis, mine))
+        problems += ((name, d) for d in _check_copies(plan, name, gradient, mine))
+        problems += ((name, d) for d in _check_divisors(plan, name, mine))
+        problems += ((name, d) for d in _check_stages(plan, prepared, name, gradient, mine))
+    problems += ((f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind != "type")
     still = len(plan.model.unique) - len(gradients.found)
     more = f", {still} without a gradient" if still else ""
     said = f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{more}"
     return Claim("reductions", said, folded(problems))
 
 
-def _pipeline(plan: Plan) -> tuple[str, ...]:
+def _pipeline_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(axis for cut in plan.cuts for axis in plan.mesh.fold(cut.axis))
 
 
 def _kind(gradient: Gradient) -> tuple[object, ...]:
-    """Parameters whose gradients are alike in all that is compared."""
+    """Return what is compared of a gradient, to count different kinds."""
     shares = tuple((axis, share.kind) for axis, share in gradient.shares.items())
     return (*shares, len(gradient.stages) > 1)
 
 
-def _fault(plan: Plan, fault: Fault) -> Diagnostic:
+def _diagnose(plan: Plan, fault: Fault) -> Diagnostic:
     return Diagnostic(
         CODES[fault.kind], fault.reason, placed(axis_row(plan, fault.fqn, fault.axis))
     )
 
 
-def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> Iterator[Diagnostic]:
-    """One parameter along one axis that holds no stages, at each place that holds it."""
+def _check_axis(
+    plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book
+) -> Iterator[Diagnostic]:
+    """Yield problems of one parameter along one axis, at each stage that holds the parameter."""
     share = gradient.shares[axis]
     due = int(share.kind == "part")
-    label = placed(axis_row(plan, _user(plan, name, gradient), axis))
+    label = placed(axis_row(plan, _module_of(plan, name, gradient), axis))
     for sums in mine.values():
         done = sum(axis in one.axes for one in sums)
         over = done - due + share.times
@@ -170,8 +171,8 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
             return
 
 
-def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
-    """A part that several ranks hold: each has a part of its gradient, summed over them, once."""
+def _check_copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
+    """Yield problems of a shard that several ranks hold: its gradient is summed over them once."""
     for split in plan.held(name).splits:
         over = {neighbours(split.axis, split.uneven.repeat)}
         if split.uneven.repeat == plan.mesh.size(split.axis):
@@ -181,36 +182,36 @@ def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[D
             if done != 1:
                 said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
                 said += f" gradient is summed over them {done} times"
-                label = placed(axis_row(plan, _user(plan, name, gradient), split.axis))
+                label = placed(axis_row(plan, _module_of(plan, name, gradient), split.axis))
                 yield Diagnostic("S712" if done else "S711", said, label)
                 return
 
 
-def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
-    """The weight of each part of the batch stands in its loss; no sum may divide once more."""
+def _check_divisors(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
+    """Yield sums that divide: the loss already contains the weight of each part of the batch."""
     for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
         over = f" over `{', '.join(one.axes)}`" if one.axes else ""
         said = f"the sum of gradients{over} is divided by {one.divisor:g}"
         note = "the loss of each rank is already weighted by its share of the batch"
-        summed = next((s.axes for s in (one, *_last_first(mine)) if s.axes), ())
+        summed = next((s.axes for s in (one, *_reversed_sums(mine)) if s.axes), ())
         row = axis_row(plan, name, summed[0]) if summed else None
         yield Diagnostic("S712", said, placed(row), notes=(note,))
 
 
-def _last_first(mine: Book) -> list[Booked]:
-    """All sums at all places, the last one first."""
+def _reversed_sums(mine: Book) -> list[Booked]:
+    """Return all sums at all stages, the last one first."""
     return [one for sums in mine.values() for one in reversed(sums)]
 
 
-def _user(plan: Plan, name: str, gradient: Gradient) -> str:
+def _module_of(plan: Plan, name: str, gradient: Gradient) -> str:
     owner = plan.model.owner(name).fqn
     return owner or next(iter(gradient.sites), "")
 
 
-def _stages(
+def _check_stages(
     plan: Plan, prepared: Prepared, name: str, gradient: Gradient, mine: Book
 ) -> Iterator[Diagnostic]:
-    """A parameter that several stages use: held by each, and summed over them, once."""
+    """Yield problems of a parameter of several stages: each holds it, and one sum joins them."""
     staged = prepared.staged
     if staged.axis is None:
         return
@@ -220,7 +221,7 @@ def _stages(
     if lacking:
         said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
         yield Diagnostic("S711", said, label)
-    for place in sorted(used - lacking):  # one without a gradient of its own only takes part
+    for place in sorted(used - lacking):  # a stage without a gradient still takes part in the sum
         axes = set(plan.mesh.fold(staged.axis))
         along = [one for one in mine[place] if axes & set(one.axes)]
         if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):

@@ -1,8 +1,8 @@
-"""Proofs that everything a model keeps has its owner, and that the parts of a step weigh one.
+"""Static proofs of ownership, and of loss weights.
 
-* Proof that rows which change how a module computes leave what it is: names, hooks, state.
-* Proof that everything a model keeps has its owner: stages of parameters and of buffers.
-* Proof that the parts of a step weigh one together, and each as much as its labels say.
+* Rows that replace a module's computation keep its names, hooks and state.
+* Every parameter and buffer has its stage, and every trained parameter its optimizer.
+* Weights of the parts of a step add up to one, and each agrees with the labels of its part.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ HOOKS = (
 
 
 def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
-    """Apply kernels and regions to a copy, one module of each kind a row, and compare.
+    """Apply kernels and regions to a copy, one module of each kind for a row; yield what changes.
 
-    Gives module, reason and row where a parameter, its dtype or `requires_grad`, a buffer, a child
-    or a hook is no longer what it was.
+    Yields module, reason and row if a parameter, its dtype or `requires_grad`, a buffer, a child
+    module or a hook changes.
     """
     from schedlang.passes.lower.build import Builder
     from schedlang.runtime.tracing.meta import meta_model
@@ -75,7 +75,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """Return the facts of a module that may not change, by name."""
+    """Return the facts of a module that must not change, by name."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     hooks = {
         (name, kind): tuple(getattr(part, kind, {}).values())
@@ -96,12 +96,13 @@ def _facts(module: nn.Module) -> dict[str, object]:
 def owners(
     plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[Role]
 ) -> Claim:
-    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715).
+    """Check that parameters and buffers have stages, and optimizers their parameters (S715).
 
-    Ranks that were played told their optimizer of each trained parameter that they hold, once.
+    A parameter belongs to one stage, or to several through a tie or code between units. Each
+    simulated rank must have given its optimizer every trained parameter that it holds, once.
     """
-    problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
-    problems += _optimizers(plan, played)
+    problems = [*_check_parameters(plan, prepared, gradients), *_check_buffers(plan, prepared)]
+    problems += _check_optimizers(plan, played)
     stages = prepared.staged.cut.stages
     buffers = dict(plan.model.model.named_buffers())
     said = (
@@ -114,8 +115,8 @@ def owners(
     return Claim("ownership", said, folded(found))
 
 
-def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
-    """The stages of the units that a tensor of these names stands in."""
+def _stages_of_units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
+    """Return the stages of the units that contain a tensor with these names."""
     cut = prepared.staged.cut
     return frozenset(
         stage
@@ -124,7 +125,7 @@ def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
     )
 
 
-def _parameters(
+def _check_parameters(
     plan: Plan, prepared: Prepared, gradients: Gradients | None
 ) -> Iterator[tuple[str, str]]:
     staged = prepared.staged
@@ -138,17 +139,18 @@ def _parameters(
         if not holders:
             yield name, "a parameter is held by no stage"
             continue
-        inside = staged.places(*_units(prepared, fact.names))
+        inside = staged.places(*_stages_of_units(prepared, fact.names))
         used = gradients.found.get(name) if gradients is not None else None
         reads = staged.places(*used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
 
 
-def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """A buffer of a unit belongs to the unit's stage; others to the stages that read them.
+def _check_buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """Yield buffers without a stage: of a unit, the unit's stage; else the stages that read them.
 
-    One that nothing reads needs no stage: a forward may take a view of it and drop that.
+    A buffer that nothing reads needs no stage: a forward may take a view of it and discard the
+    view.
     """
     staged = prepared.staged
     if staged.axis is None:
@@ -158,7 +160,7 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
     read = frozenset().union(*(r.buffers for r in (*graph.reads, *graph.between, graph.final)))
     same = {names[0]: names for names in plan.model.shared_buffers}
     for name, _ in plan.model.model.named_buffers():
-        inside = staged.places(*_units(prepared, same.get(name, (name,))))
+        inside = staged.places(*_stages_of_units(prepared, same.get(name, (name,))))
         holders = assigned.get(name)
         if holders is not None and not holders:
             yield name, "a buffer is held by no stage"
@@ -166,8 +168,8 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
             yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
 
 
-def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
-    """Every trained parameter that a rank holds is given to its optimizer once, and no other."""
+def _check_optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
+    """Yield trained parameters that a rank does not give to its optimizer exactly once."""
     for role in played:
         given = Counter(role.trained)
         for name, fact in plan.model.unique.items():
@@ -182,26 +184,32 @@ NEAR = 1e-9
 
 
 def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
-    """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
+    """Check that loss weights of parts add up to the batch's, and in a step to one (S716)."""
     from schedlang.runtime.batch import split
 
     plan = step.plan
     micro = plan.micro
     shares = split(batch, plan.dealt, micro)
-    found = [part for row in shares for whole in row for part in _tokens(step, whole)]
+    found = [part for row in shares for whole in row for part in _weighed_inputs(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
     by = weight_of if step.prepared.tokens is None else weight_by_tokens
     weigh = step.weight or by(step.prepared.traced, len(found))
     each, whole = [float(weigh(part)) for part in found], float(weigh(batch))
-    problems = [*_whole(step, each, whole), *_counted(step, weigh), *_step(step, played)]
+    problems = [
+        *_check_total(step, each, whole),
+        *_check_label_count(step, weigh),
+        *_check_step(step, played),
+    ]
     said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"
-    unseen = () if _labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
+    unseen = (
+        () if _counts_labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
+    )
     return Claim("loss weights", said, tuple(problems), unseen=unseen)
 
 
-def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
-    """Return the inputs to weigh of some rows, one for each rank that splits their sequences."""
+def _weighed_inputs(step: Step, part: Part) -> list[Mapping[str, Any]]:
+    """Return the inputs that determine a part's weight, one for each rank with own tokens."""
     tokens = step.prepared.tokens
     if tokens is None:
         return [part.inputs]
@@ -209,50 +217,50 @@ def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
     return [one.weighed if one.weighed is not None else one.inputs for one in pieces]
 
 
-def _labels(step: Step) -> bool:
+def _counts_labels(step: Step) -> bool:
     return step.weight is None and len(step.prepared.traced.labels) == 1
 
 
-def _row(step: Step) -> Any:
+def _weight_row(step: Step) -> Any:
     plan = step.plan
     return placed(facet_row(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
-def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
-    if not math.isclose(sum(each), whole, rel_tol=NEAR):
-        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {whole:g}"
-        yield Diagnostic("S716", said, _row(step))
+def _check_total(step: Step, each: list[float], total: float) -> Iterator[Diagnostic]:
+    if not math.isclose(sum(each), total, rel_tol=NEAR):
+        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {total:g}"
+        yield Diagnostic("S716", said, _weight_row(step))
 
 
-def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
-    """The labels that the loss itself counts in a part, where it averages over labels."""
-    if not _labels(step):
+def _check_label_count(step: Step, weigh: Any) -> Iterator[Diagnostic]:
+    """Compare a part's weight with the number of labels that the loss averages over."""
+    if not _counts_labels(step):
         return
     counts, said = step.prepared.traced.label_counts, float(weigh(step.sample))
     if len(counts) == 1 and counts[0] != said:
         title = f"the loss averages over {counts[0]:g} labels of a part that weighs {said:g}"
-        yield Diagnostic("S716", title, _row(step))
+        yield Diagnostic("S716", title, _weight_row(step))
 
 
-def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """Check that the weights of alike parts of all replicas add up to 1 in each update (S716)."""
+def _check_step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
+    """Check that weights of corresponding parts of all replicas add up to 1 (S716)."""
     from schedlang.pipeline.timeline.versions import updates
 
     count, tokens = step.plan.shares, step.plan.context_axes
-    times = int(updates(shortened(step).prepared.staged.timeline).max())  # of a step
+    times = int(updates(shortened(step).prepared.staged.timeline).max())  # updates of a step
     for role in played:
         weights = [sum(one.weights) for one in played if _same_rows(step, one, role)]
         if len(weights) < step.plan.mesh.size(tokens):
-            continue  # not all ranks with tokens of these rows were played
+            continue  # not all ranks with tokens of these rows were simulated
         total = sum(weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
             said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
-            yield Diagnostic("S716", said, _row(step))
+            yield Diagnostic("S716", said, _weight_row(step))
             return
 
 
 def _same_rows(step: Step, one: Role, other: Role) -> bool:
-    """Return whether two ranks differ at most in which tokens of the same rows they have."""
+    """Return whether two ranks have the same rows, maybe with other tokens of them."""
     mesh, tokens = step.plan.mesh, step.plan.context_axes
     a, b = mesh.coordinates(one.rank), mesh.coordinates(other.rank)
     return all(a[axis] == b[axis] for axis in mesh.sizes if axis not in tokens)

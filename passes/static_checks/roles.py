@@ -1,9 +1,9 @@
-"""Steps of some ranks, played without values one by one, and proof that what they send matches.
+"""Simulate steps of some ranks without values, and prove that their communication matches.
 
-* Proof that ranks agree: on the groups that they make, on collectives, and on messages. The logs
-  of played ranks are run against each other.  A collective waits until all played members of its
-  group have come to the same one, so that two groups in opposite orders are found as well as two
-  operations that differ; messages are paired in order on each channel, as torch pairs them.
+All ranks must agree on process groups, collectives and messages. The logs of simulated ranks run
+against each other. A collective waits until all simulated members of its group have reached the
+same one, so two groups in opposite orders are found as well as two operations that differ. Messages
+are paired in order on each channel, as torch pairs them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from schedlang.runtime.comm.tap import Lane, Sent, Tap
     from schedlang.runtime.played import Letter
 
-ALL = 8  # up to so many ranks each one is played
+ALL = 8  # up to so many ranks, all are simulated
 
 
 @dataclass(frozen=True)
 class Booked:
-    """One sum: plain axes, names, the places of the pipeline that take part, what divides it."""
+    """One sum of gradients: plain axes, parameters, stages that take part, and the divisor."""
 
     axes: tuple[str, ...]
     names: frozenset[str]
@@ -52,13 +52,14 @@ Book = Mapping[int, Sequence[Booked]]
 
 @dataclass(frozen=True)
 class Role:
-    """One rank's step.
+    """The simulated step of one rank.
 
-    log      what it would send, in order
-    sums     sums of gradients in it
-    letters  its messages by name: which microbatch, from which stage to which
-    weights  what its microbatches weigh in the loss of the step
-    trained  the parameters that its optimizer was given; `held` those that it holds
+    log        what it sends, in order
+    sums       its sums of gradients
+    `letters`  its messages: microbatch, source stage, target stage
+    weights    the weights of its microbatches in the step's loss
+    trained    the parameters that its optimizer received
+    held       the parameters that it holds
     """
 
     rank: int
@@ -72,10 +73,11 @@ class Role:
 
 
 def ranks_to_play(plan: Plan, prepared: Prepared) -> tuple[int, ...]:
-    """All ranks of a small world; of a large one each kind of stage, with neighbours on each axis.
+    """Return all ranks of a small world; of a large one each kind of stage with some neighbours.
 
-    Neighbours along the pipeline are those next to it, once for each two kinds; along other axes
-    the last rank: ranks that differ along one axis can differ in what that axis decides.
+    Neighbours along the pipeline are adjacent stages, once for each pair of kinds; along another
+    axis the last rank, because ranks that differ along one axis may differ in what the axis
+    decides.
     """
     mesh, axis = plan.mesh, prepared.staged.axis
     if mesh.world <= ALL:
@@ -97,9 +99,9 @@ def ranks_to_play(plan: Plan, prepared: Prepared) -> tuple[int, ...]:
 
 
 def shortened(step: Step) -> Step:
-    """Return the step to play: no kernels and slices, the fewest microbatches that the order takes.
+    """Return the step to simulate: no kernels, no sliced state, the fewest possible microbatches.
 
-    A microbatch sends what any other does; that all of them are in order is for the timeline.
+    All microbatches send the same; the check of the timeline covers their order.
     """
     plan = step.plan
     plain = _without_kernels(plan)
@@ -112,7 +114,7 @@ def shortened(step: Step) -> Step:
 
 
 def _without_kernels(plan: Plan) -> Plan:
-    """The plan, but what modules compute, and where what they save lies, is the original's."""
+    """Return the plan with original modules, and saved tensors where they are by default."""
     away = plan.rows_changing(Facet.STRUCTURE, Facet.RESIDENCE)
     kept = tuple(action for action in plan.actions if action not in away)
     stores = tuple(one for one in plan.stores if one.what != "activations")
@@ -120,12 +122,12 @@ def _without_kernels(plan: Plan) -> Plan:
 
 
 def roles(step: Step) -> list[Role]:
-    """Play a step on every rank that has a role of its own."""
+    """Simulate a step on every rank that differs from others."""
     short = shortened(step)
-    return [_role(short, rank) for rank in ranks_to_play(short.plan, short.prepared)]
+    return [_simulate_rank(short, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
 
-def _role(step: Step, rank: int) -> Role:
+def _simulate_rank(step: Step, rank: int) -> Role:
     from schedlang.runtime.played import play
 
     trained: list[str] = []
@@ -134,7 +136,7 @@ def _role(step: Step, rank: int) -> Role:
         import torch
 
         pairs = list(named)
-        trained.clear()  # `build` asks it about parameters of its own first
+        trained.clear()  # `build` first tries it on other parameters
         trained.extend(name for name, _ in pairs)
         return torch.optim.SGD([p for _, p in pairs], lr=0.0)
 
@@ -142,23 +144,23 @@ def _role(step: Step, rank: int) -> Role:
     with alone(step, rank, optimizer) as (program, tap):
         played = play(program, staged.cut, step.batch, dealings=step.dealings)
     if program.optimizer is None:
-        trained.clear()  # nothing is trained here: `build` asked about its own alone
+        trained.clear()  # nothing is trained here; only `build` tried it
     return Role(
         rank,
         plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,
         tuple(tap.log),
         tuple(played.letters),
-        tuple(_sums(step, program, played.answers, tap)),
+        tuple(_observed_sums(step, program, played.answers, tap)),
         tuple(played.weights),
         tuple(trained),
         frozenset(program.assembly.parameters),
     )
 
 
-def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
-    """The sums of gradients: all-reduces of where they lie, or of what they were put together in.
+def _observed_sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
+    """Yield the sums of gradients: all-reduces of their storage, or of buffers that contain them.
 
-    A gradient that was multiplied beside them stands there as a sum over no axis.
+    A gradient that is multiplied outside of a sum is yielded as a sum over no axis, with a divisor.
     """
     from schedlang.runtime.played import lies
     from schedlang.runtime.tracing.meta import storage
@@ -168,9 +170,9 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
     stale = step.prepared.staged.timeline.stale
     for lane, tensor in tap.summed:
         _, put = answers.together.get(id(tensor), (None, {}))
-        # what lies together from the start is summed as it is
+        # gradients that share a buffer from the start are summed in place
         lying = [name for (at, _), name in names.items() if at == storage(tensor)]
-        # of the updates inside a step, each with sums of its own, the last one's
+        # with several updates in a step, each with its sums, count those of the last update
         last = [n for n, place in put.items() if not stale or names.get(place) == n]
         of = frozenset([*last, *lying])
         if of:
@@ -184,8 +186,7 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 def booked_at(
     plan: Plan, prepared: Prepared, ranks: tuple[int, ...], names: frozenset[str]
 ) -> Booked:
-    """A sum over these ranks as one over axes or runs of neighbours, and over places of the
-    pipeline."""
+    """Describe a sum over ranks as one over axes (or runs of neighbours) and stages."""
     mesh, axis = plan.mesh, prepared.staged.axis
     stages = mesh.fold(axis) if axis is not None else ()
     at = [mesh.coordinates(one) for one in ranks]
@@ -201,7 +202,7 @@ def booked_at(
 
 
 def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
-    """The sums as the plan has them: buckets after the last backward, and those of sliced units."""
+    """Return the planned sums: buckets after the last backward, and those of sliced units."""
     mesh, staged = plan.mesh, prepared.staged
     count = mesh.size(staged.axis) if staged.axis is not None else 1
     book: dict[int, list[Booked]] = {place: [] for place in range(count)}
@@ -225,9 +226,9 @@ def executed(
     played: Sequence[Role],
     slices: Mapping[int, Sequence[Booked]],
 ) -> dict[int, list[Booked]]:
-    """The sums as played ranks were seen to do them; at places that were not played, as planned.
+    """Return the sums that simulated ranks did; the planned ones for other stages.
 
-    Ranks are played with plain copies where state is sliced: there the sums of `slices` count.
+    Ranks with sliced state are simulated with full copies, so their sums in `slices` replace those.
     """
     plans = planned(plan, prepared)
     book = dict(plans)
@@ -247,9 +248,9 @@ def executed(
 
 
 def slices(step: Step, rank: int) -> tuple[Booked, ...]:
-    """The sums of sliced gradients on a rank, with their divisors; built, not run.
+    """Return the sums of sliced gradients on a rank, with divisors; the rank is built, not run.
 
-    Those that fully_shard does unit by unit, and those over whole copies of slices.
+    They are fully_shard's sums, unit by unit, and sums over full copies of slices.
     """
     from schedlang.runtime.grad_reduction.zero import reduced
 
@@ -276,12 +277,18 @@ Logs = Mapping[int, Sequence["Sent"]]
 
 
 def matching(plan: Plan, prepared: Prepared, played: Sequence[Role]) -> Claim:
-    """Compare the logs of played ranks (S714), and pair the messages of all microbatches."""
+    """Compare the logs of simulated ranks (S714), and pair the messages of all microbatches."""
     logs = {role.rank: role.log for role in played}
-    problems = [("all ranks", d) for d in (*_groups(plan, logs), *_met(plan, logs))]
+    problems = [
+        ("all ranks", d) for d in (*_check_groups(plan, logs), *_check_collectives(plan, logs))
+    ]
     problems += [
         ("messages", d)
-        for d in (*_messages(plan, logs), *_letters(plan, played), *_timeline(plan, prepared))
+        for d in (
+            *_check_messages(plan, logs),
+            *_check_message_names(plan, played),
+            *_check_timeline(plan, prepared),
+        )
     ]
     sent = [one for log in logs.values() for one in log if one.lane is not None]
     groups = {one.lane for one in sent if one.ends is None}
@@ -308,8 +315,8 @@ def _unseen(plan: Plan, prepared: Prepared, logs: Logs) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
-    """All ranks make the same groups in the same order, those that are not in them too."""
+def _check_groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+    """Yield a problem unless all ranks make the same groups in the same order, members or not."""
     made = {rank: [one for one in log if one.lane is None] for rank, log in logs.items()}
     first, *others = made
     for rank in others:
@@ -325,8 +332,8 @@ def _groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
             return
 
 
-def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
-    """Run collectives against each other until all are done, two differ, or nobody can go on."""
+def _check_collectives(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+    """Run collectives against each other until all are done, two differ, or all ranks wait."""
     left = {
         rank: [one for one in reversed(log) if one.lane is not None and one.ends is None]
         for rank, log in logs.items()
@@ -343,34 +350,36 @@ def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
                 break
             other = next((r for r, head in heads.items() if head != mine), None)
             if other is not None:
-                yield _differ(plan, mine.lane, rank, mine, other, heads[other])
+                yield _describe_difference(plan, mine.lane, rank, mine, other, heads[other])
                 return
             for member in members:
                 left[member].pop()
             ready += members
     stuck = {rank: rest[-1] for rank, rest in left.items() if rest}
     if stuck:
-        yield _stuck(plan, stuck, left)
+        yield _describe_deadlock(plan, stuck, left)
 
 
-def _row(plan: Plan, lane: Lane, one: Sent) -> Action | None:
-    """The row that brings the axis along which a group lies."""
+def _row_of_group(plan: Plan, lane: Lane, one: Sent) -> Action | None:
+    """Return the row that introduces the axis of a group."""
     at = [plan.mesh.coordinates(rank) for rank in lane.ranks]
     axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
     return axis_row(plan, one.fqn, axes[0]) if len(axes) == 1 else None
 
 
-def _differ(
+def _describe_difference(
     plan: Plan, lane: Lane, rank: int, mine: Sent, other: int, theirs: Sent | None
 ) -> Diagnostic:
     said = f"ranks {rank} and {other} do not agree on a collective of {lane}"
     at = f" at `{mine.fqn}`" if mine.fqn else ""
     notes = (f"rank {rank} sends {mine}{at}", f"rank {other} sends {theirs}")
-    return Diagnostic("S714", said, placed(_row(plan, lane, mine)), notes=notes)
+    return Diagnostic("S714", said, placed(_row_of_group(plan, lane, mine)), notes=notes)
 
 
-def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]) -> Diagnostic:
-    """Ranks that wait for ever, for each other or for one that is done."""
+def _describe_deadlock(
+    plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
+) -> Diagnostic:
+    """Describe ranks that wait forever, for each other or for a rank that is done."""
     rank, mine = next(iter(stuck.items()))
     assert mine.lane is not None
     other = next(
@@ -379,12 +388,11 @@ def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
     theirs = f"waits in {stuck[other]} of {stuck[other].lane}" if other in stuck else "is done"
     notes = (f"rank {rank} waits in {mine} of {mine.lane}", f"rank {other} {theirs}")
     said = f"ranks {rank} and {other} wait for each other, or for ever"
-    return Diagnostic("S714", said, placed(_row(plan, mine.lane, mine)), notes=notes)
+    return Diagnostic("S714", said, placed(_row_of_group(plan, mine.lane, mine)), notes=notes)
 
 
-def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
-    """Check that what is sent is what is expected, in order, on every channel of two played
-    ranks."""
+def _check_messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+    """Check that sent and expected messages agree, in order, on every simulated channel."""
     channels: dict[tuple[Lane, tuple[int, int]], dict[str, list[Sent]]] = {}
     for log in logs.values():
         for one in log:
@@ -408,9 +416,8 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
             return
 
 
-def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """Check that each message sent is what the other end expects next: value and microbatch
-    (S714)."""
+def _check_message_names(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
+    """Check that each message has the value and microbatch that the receiver expects (S714)."""
     ranks = {role.rank for role in played}
     channels: dict[tuple[int, int], dict[bool, list[Letter]]] = {}
     for role in played:
@@ -421,12 +428,14 @@ def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
         for sent, due in zip_longest(both[True], both[False]):
             if sent is None or due is None or (sent.name, sent.tensors) != (due.name, due.tensors):
                 said = f"rank {target} takes a message of rank {source} for another one"
-                notes = (f"{_called(sent)} is sent, {_called(due)} is expected",)
+                notes = (
+                    f"{_describe_message(sent)} is sent, {_describe_message(due)} is expected",
+                )
                 yield Diagnostic("S714", said, placed(facet_row(plan, Facet.STAGE)), notes=notes)
                 return
 
 
-def _called(letter: Letter | None) -> str:
+def _describe_message(letter: Letter | None) -> str:
     if letter is None:
         return "nothing"
     name = letter.name
@@ -434,8 +443,8 @@ def _called(letter: Letter | None) -> str:
     return f"{what} of microbatch {name.microbatch} from stage {name.source} to stage {name.target}"
 
 
-def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
-    """The table that every rank runs ends for all microbatches, and its transfers are paired."""
+def _check_timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
+    """Check that the timeline ends for all microbatches, and that its transfers are paired."""
     from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
     from schedlang.pipeline.timeline.table import TimelineError
 
@@ -445,6 +454,6 @@ def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     try:
         order = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
         check(order)
-        check_queues(order)  # as with NCCL; one that ends there ends with gloo
+        check_queues(order)  # with NCCL's rules; an order that ends with NCCL also ends with gloo
     except TimelineError as error:
         yield Diagnostic("S714", str(error), placed(facet_row(plan, Facet.ORDER)))

@@ -35,14 +35,14 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Static:
-    """The claims of all proofs, and what none of them can see."""
+    """The claims of all static proofs, and what no static proof can see."""
 
     claims: tuple[Claim, ...]
     unseen: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[Diagnostic, ...]:
-        """Everything that does not hold."""
+        """All problems of all claims."""
         return tuple(one for claim in self.claims for one in claim.problems)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,17 +53,17 @@ class Static:
 def static(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Any = None
 ) -> Static:
-    """Prove what can be proven from shapes and types alone, with one microbatch of a batch.
+    """Prove what follows from shapes and types alone, for one microbatch of a batch.
 
-    Raises Refusal where the plan cannot be built for this batch.
+    Raises Refusal if the plan cannot be built for this batch.
     """
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.kept_outside import kept_outside
 
-    if plan.kept:  # the same tensors, but for their rounding
+    if plan.kept:  # the same tensors, except for rounding
         found = static(replace(plan, kept=()), batch, loss, weight)
         return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
-    if plan.compression is not None:  # the same sums of the same parts, but for the codec
+    if plan.compression is not None:  # the same sums, except for the codec
         found = static(replace(plan, compression=None), batch, loss, weight)
         return replace(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
@@ -72,16 +72,16 @@ def static(
         sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     with kept_outside(plan.model.model, loss):
-        told = gradients(plan, step.prepared, sample, loss)
-        played, sliced, why = _played(step)
-    assert told is not None, "a model without a loss is refused before"
+        inferred = gradients(plan, step.prepared, sample, loss)
+        played, sliced, why = _simulate(step)
+    assert inferred is not None, "a model without a loss is refused before"
     book = executed(plan, step.prepared, played, sliced)
-    return _all(
-        ledger(plan, step.prepared, told, book),
-        types(plan, told),
+    return _join_claims(
+        ledger(plan, step.prepared, inferred, book),
+        types(plan, inferred),
         weights(step, batch, played),
         matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
-        owners(plan, step.prepared, told, played),
+        owners(plan, step.prepared, inferred, played),
     )
 
 
@@ -95,9 +95,9 @@ def check_sums(
 ) -> None:
     """Refuse (S711, S712) a program that would sum a gradient too seldom or too often.
 
-    It is asked before training where gradients are parts over an axis that splits activations: such
-    a sum hangs on every use of a parameter, and one that is wrong says nothing.  `batch` are the
-    keyword arguments of a step, of this rank alone where `local`.
+    Called before training if gradients are partial over an axis that shards activations: such a sum
+    depends on every use of a parameter, and a wrong one raises no error. `batch` are the keyword
+    arguments of a step, of this rank alone if `local`.
     """
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.runtime.batch import sample_of
@@ -107,14 +107,14 @@ def check_sums(
         return
     with kept_outside(plan.model.model, loss):
         sample = sample_of(batch, 1 if local else plan.dealt, plan.micro)
-        told = gradients(plan, prepared, sample, loss)
-    if told is not None:
-        for problem in ledger(plan, prepared, told, planned(plan, prepared)).problems:
+        inferred = gradients(plan, prepared, sample, loss)
+    if inferred is not None:
+        for problem in ledger(plan, prepared, inferred, planned(plan, prepared)).problems:
             raise Refusal(problem)
 
 
-def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
-    """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
+def _simulate(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+    """Simulate ranks; return their steps and sliced sums by stage, or nothing and the reason."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir import pytree
     from schedlang.runtime.comm.tap import free
@@ -129,7 +129,7 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
         return found, {place: slices(step, rank) for place, rank in first.items()}, ""
     except Refusal:
         raise
-    except Exception as error:  # a model may ask for what only values tell
+    except Exception as error:  # a model may need values
         first_line = str(error).split("\n")[0]
         return (
             [],
@@ -138,5 +138,5 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
         )
 
 
-def _all(*claims: Claim) -> Static:
+def _join_claims(*claims: Claim) -> Static:
     return Static(claims, (*(u for claim in claims for u in claim.unseen), *UNSEEN))

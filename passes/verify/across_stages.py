@@ -1,6 +1,6 @@
-"""State that a forward leaves to the next one, where stages of a pipeline each have a copy of it.
+"""Check state that one forward leaves for the next, where each pipeline stage has a copy.
 
-What a stage writes, another one does not see; code between units runs in several stages.
+A stage does not see what another stage writes, and code between units runs in several stages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.units import Switch
 from schedlang.runtime.training import Training
 
-TIMES = 3  # the second forward meets what the first has left, the third what is counted
+TIMES = 3  # the second forward uses state of the first; the third shows counts
 
 
 def check_across_stages(case: Case) -> None:
-    """Refuse (S708) a model whose forwards in turn, stage by stage, do not give the losses that
-    they give in one piece, by what they leave in buffers and attributes."""
+    """Refuse (S708) a model that has other losses stage by stage than in one piece.
+
+    State that one forward leaves for the next causes the difference. Several forwards run in turn,
+    in one piece and stage by stage. The refusal names the buffers and attributes that a forward
+    changes.
+    """
     assert case.prepared is not None
     staged, loss = case.prepared.staged, case.loss
     if staged.axis is None or staged.cut.stages == 1 or case.prepared.traced.lossless is not None:
@@ -42,20 +46,20 @@ def check_across_stages(case: Case) -> None:
     part = split(case.batches[0], case.plan.dealt, case.plan.micro)[0][0].inputs
     modes, _ = modes_of(case)
     with kept_outside(case.plan.model.model, loss), ambient(*modes), torch.no_grad():
-        module = _training(twin(case))
+        module = _prepare_module(twin(case))
         before = {name: b.detach().clone() for name, b in _state(module).items()}
         kept = Kept(module)
-        whole = _losses(loss, part, partial(_whole, module, part))
+        whole = _losses(loss, part, partial(_run_in_one_piece, module, part))
         now = _state(module)
         left = [name for name, value in before.items() if not near(now[name], value, 0.0)]
         left = left or [*kept.changed()]
         for homes in staged.homes if left else ():
-            found = _losses(loss, part, _pipeline(case, staged, homes, part))
+            found = _losses(loss, part, _stage_forward(case, staged, homes, part))
             if not all(near(a, b, RTOL) for a, b in zip(found, whole)):
-                raise _apart(left)
+                raise _refusal(left)
 
 
-def _training(module: nn.Module) -> nn.Module:
+def _prepare_module(module: nn.Module) -> nn.Module:
     Training(module).on()
     named_sites(module)
     return module
@@ -66,31 +70,31 @@ def _state(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
-    """The losses of some forwards in turn, of which the loss itself keeps nothing."""
+    """Return the losses of several forwards in turn; the loss function keeps no state of them."""
     with as_before(loss):
         made = []
         for _ in range(TIMES):
             found = output()
-            with _entered(part):
+            with _fresh_scope(part):
                 made.append(loss_of(found, part, loss))
     return [torch.as_tensor(value).detach() for value in made]
 
 
-def _entered(part: Mapping[str, Any]) -> Placed:
-    """One operation of a step; where a stage has ended a forward, draws would be counted on."""
+def _fresh_scope(part: Mapping[str, Any]) -> Placed:
+    """Enter a fresh scope: after a stage's forward, draws would otherwise count on."""
     return entered(Scope(0, 0, tuple(range(rows(part)))))
 
 
-def _whole(module: nn.Module, part: Mapping[str, Any]) -> Any:
-    with _entered(part):
+def _run_in_one_piece(module: nn.Module, part: Mapping[str, Any]) -> Any:
+    with _fresh_scope(part):
         return called(module, part)
 
 
-def _pipeline(
+def _stage_forward(
     case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """A forward of the stages, one after the other; stages of one place share a copy."""
-    copies = {place: _training(twin(case)) for place in sorted(set(homes))}
+    """Return a forward through all stages in order; stages at one place share a copy."""
+    copies = {place: _prepare_module(twin(case)) for place in sorted(set(homes))}
     cut = staged.cut
     switches = {place: Switch(copy, cut.graph.units) for place, copy in copies.items()}
     stub = Stub(meta_model(copies[homes[0]], {}), cut)
@@ -105,7 +109,7 @@ def _pipeline(
         for stage in stages:
             wanted = (token for tokens in stage.incoming.values() for token in tokens)
             given = {t: made[t].clone() if stage.mutated(t) else made[t] for t in wanted}
-            with _entered(part):
+            with _fresh_scope(part):
                 found = stage.forward(part, given, train=False)
             made.update(found.made)
             output = found.output
@@ -114,7 +118,7 @@ def _pipeline(
     return forward
 
 
-def _apart(left: list[str]) -> Refusal:
+def _refusal(left: list[str]) -> Refusal:
     named = ", ".join(f"`{name}`" for name in left[:3])
     return Refusal.of(
         "S708",

@@ -1,4 +1,4 @@
-"""Read what the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
+"""Requirements of a proof: rows that need equal bits, and what `verify(...)` rows request."""
 
 from __future__ import annotations
 
@@ -17,53 +17,58 @@ from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
 
-# ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
+# ---- Bitwise equality: with the original, or with the plan without its exact rows.
 
 
-_INSIDE = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
-_NEEDED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}  # no other row needs such a row
-IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
+_LOCAL_FACETS = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
+# other rows depend on rows with these facets
+_FACETS_OTHERS_NEED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}
+IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, bitwise
 _KINDS = (
     *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
     *("other state", "hidden buffers"),
 )
 EXACT = "exact rows"
-_UNSLICED = "at stage 0"
+_AT_STAGE_0 = "at stage 0"
 _BACKWARD = ("gradients", "input gradients", "parameters")
-_REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in another order
+_REORDER_RTOL = 8 * 2.0**-52  # of the norm: some float64 additions in another order
 
 
 def given_up(plan: Plan) -> frozenset[str]:
-    """Name what the result may differ in: nothing for axes of size 1 with one microbatch."""
+    """Return the rules by which results may differ from the original, without `IN_ORACLE`.
+
+    Nothing is given up on axes of size 1 with one microbatch.
+    """
     alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
     return frozenset(
         name
         for action in plan.actions
-        if not (alone and not action.changes(*_INSIDE))
+        if not (alone and not action.changes(*_LOCAL_FACETS))
         for name in action.primitive.gives_up - IN_ORACLE
     )
 
 
 def exact_row(action: Action) -> bool:
-    """Return whether a row gives up nothing and can be left out: recomputation, offloading."""
-    return action.acts and not action.changes(*_NEEDED) and not action.primitive.gives_up
+    """Return whether a row changes no bit and can be left out: recomputation, offloading."""
+    return (
+        action.acts and not action.changes(*_FACETS_OTHERS_NEED) and not action.primitive.gives_up
+    )
 
 
-def _exact(plan: Plan, action: Action) -> bool:
-    """Return whether a row of this plan is exact: what runs again from rounded inputs gives up what
-    they do."""
+def _is_exact(plan: Plan, action: Action) -> bool:
+    """Return whether a row of this plan is exact; not if it recomputes from rounded inputs."""
     return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
 
 def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
-    """The plan without its exact rows, its state unsliced; and in words what was taken away.
+    """Return the plan without its exact rows and with unsliced state, and a description; or None.
 
-    Unsliced only where sums are the same ones: gradients of two replicas that are reduced once a
-    step. With more replicas, or where the order of a pipeline has `copies` of its stages, their
-    order, and with a reduction for each microbatch their grouping, is another, so a sliced state is
-    then equal but for rounding.
+    State is unsliced only where the same sums are made: gradients of two replicas, reduced once a
+    step. With more replicas, or with `copies` of a pipeline's stages, the order of sums differs;
+    with a reduction for each microbatch their grouping differs. Sliced state is then equal up to
+    roundings.
     """
-    exact = [action for action in plan.actions if _exact(plan, action)]
+    exact = [action for action in plan.actions if _is_exact(plan, action)]
     dropped = sorted({action.name for action in exact})
     two = plan.mesh.size(plan.data_axes) * copies == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
@@ -74,7 +79,7 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
         row = action.primitive
         sliced = row if isinstance(row, Slicing) and row.slices else None
         if sliced and two and (plan.micro == 1 or not sliced.each_microbatch):
-            words.append(f"{action.name} {_UNSLICED}")
+            words.append(f"{action.name} {_AT_STAGE_0}")
             action = replace(action, primitive=sliced.unsliced())
         rows.append(action)
     return (of_rows(plan, rows), ", ".join(words)) if words else None
@@ -83,10 +88,10 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
 def exact_rows(
     without: Observation, program: Observation, words: str, summed: Container[str] = ()
 ) -> Iterator[Row]:
-    """Rows for the first step of a program against that of its baseline, bit by bit.
+    """Compare the first step of a program with that of its baseline, bit by bit.
 
-    Beside sliced state a few roundings are allowed to gradients that may be added in another order.
-    Of parameters that are `summed` over other axes too, one sum comes before the other there.
+    With sliced state, a few roundings are allowed in gradients that may be added in another order.
+    Parameters in `summed` are also summed over other axes, one sum before the other.
     """
 
     def first(seen: Observation) -> Observation:
@@ -95,19 +100,21 @@ def exact_rows(
 
     wanted = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
     rows = compare(first(without), first(program), exact=True)
-    for row in _regrouped(rows, without, program, summed) if _UNSLICED in words else rows:
+    for row in (
+        _accept_reordered_sums(rows, without, program, summed) if _AT_STAGE_0 in words else rows
+    ):
         yield replace(row, kind=EXACT, name=f"{row.kind}: {row.name}", note=row.note or words)
 
 
-def _regrouped(
+def _accept_reordered_sums(
     rows: Iterable[Row], without: Observation, program: Observation, summed: Container[str]
 ) -> Iterator[Row]:
-    """Let pass what differs by the order in which gradients of a value with several readers add up.
+    """Accept gradient differences that come from another order of addition.
 
-    Units of sliced state stand as nodes of their own in the graph: what a unit reads several times,
-    and others read as well, gets (a + b) + c in the place of (c + b) + a.  So does what lies before
-    it, and nothing else: forwards are equal bit by bit, and so is the gradient that is made first,
-    of those that are not summed over ranks that share a replica.
+    Units of sliced state are separate nodes of the graph: a tensor that a unit reads several times,
+    and others read as well, gets (a + b) + c instead of (c + b) + a. So do tensors before it, and
+    nothing else. Therefore forwards must be equal bit by bit, and so must the first gradient in
+    backward that is not summed over ranks of one replica.
     """
     rows = list(rows)
     made = {row.name: row for row in rows if row.kind == "gradients"}
@@ -115,7 +122,7 @@ def _regrouped(
     first = next((made[name] for name in order), None)
     start = without.tensors[_key(first)] if first is not None and first.ok else None
     same = start is not None and bool(start.any())
-    tied = {name for names in program.ties for name in names}  # other names of what is updated
+    tied = {name for names in program.ties for name in names}  # tied names of updated parameters
     same = same and all(row.ok or row.kind in _BACKWARD or row.name in tied for row in rows)
     for row in rows:
         if row.ok or not same:
@@ -125,9 +132,9 @@ def _regrouped(
         error = math.inf
         if want is not None and got is not None:
             error = float((got - want).norm() / want.norm())
-        if error <= _REGROUPED:
+        if error <= _REORDER_RTOL:
             note = "added in another order"
-            row = replace(row, error=error, gate=_REGROUPED, ok=True, note=note)
+            row = replace(row, error=error, gate=_REORDER_RTOL, ok=True, note=note)
         yield row
 
 
@@ -135,10 +142,10 @@ def _key(row: Row) -> Key:
     return Key(row.condition, row.kind, row.step or 0, row.name)
 
 
-# ---- What the `verify(...)` rows of a schedule ask for beyond what every proof checks.
+# ---- Requests of `verify(...)` rows beyond the checks of every proof.
 
 
-STEPS = 3  # of every proof
+STEPS = 3  # training steps of every proof
 _SCOPES = {
     "forward": ("outputs", "training outputs", "loss"),
     "backward": ("gradients", "input gradients", "gradient norm"),
@@ -149,7 +156,7 @@ _SCOPES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss curve that stays within a share of the original's, in the working dtype."""
+    """A loss curve in the working dtype that must stay near the original's (`within`, relative)."""
 
     within: float
     steps: int
@@ -158,17 +165,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class Asked:
-    """`rtol` by kind replaces the rule of rounding in the working dtype; float64 is never wider."""
+    """Requests of all `verify` rows.
+
+    `rtol` by kind replaces the error bound in the working dtype; float64 is never wider.
+    """
 
     steps: int = STEPS
     rtol: Mapping[str, float] = field(default_factory=dict)
     curves: tuple[Curve, ...] = ()
     evaluate: bool = False
-    exact: tuple[str, ...] = ()  # places of rows that ask for equal bits
+    exact: tuple[str, ...] = ()  # places of rows that request equal bits
 
 
 def asked(plan: Plan) -> Asked:
-    """All `verify` rows together; raises Refusal S709 where bits are asked of rows that round."""
+    """Join all `verify` rows; refuse (S709) equal bits of rows that round."""
     found = Asked()
     rtol: dict[str, float] = {}
     for row in plan.checks:
@@ -192,12 +202,12 @@ def asked(plan: Plan) -> Asked:
 
 
 def steps_of(plan: Plan) -> int:
-    """Return the number of batches that a proof of this plan wants."""
+    """Return the number of batches that a proof of this plan needs."""
     return asked(plan).steps
 
 
 def _check_exact(plan: Plan, action: Action) -> None:
-    """Bits can be asked of what gives up nothing: the rows of the same step."""
+    """Refuse a request for equal bits in a step whose rows round."""
     allowed = given_up(plan)
     inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
     if inexact:

@@ -1,8 +1,8 @@
-"""State that a forward leaves behind, in buffers and in plain attributes: counts, means, memories.
+"""Check state that a forward leaves in buffers and plain attributes: counts, means, memories.
 
-Microbatches, or ranks, run a forward more often than a plain loop, or on other rows.  Of buffers
-all that a forward writes is compared.  Of attributes (`self.calls += 1`, `self.memory = x`) what is
-carried on: the same batch changes it twice; what it leaves alike is a cache.
+Microbatches and ranks run a forward more often than a plain loop, or on other rows. All buffers
+that a forward writes are compared. Attributes (`self.calls += 1`, `self.memory = x`) are compared
+if the same batch changes them twice; an attribute that stays equal then is a cache.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from schedlang.passes.verify.original import Sequential, rows
 from schedlang.runtime.batch import Part
 from schedlang.runtime.kept_inside import Kept, alike
 
-NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as losses for a picture
+NOTES = (str, list, dict, tuple)  # types of attributes that may be notes, such as losses to plot
 
 
-def _by_rows(parts: list[Any], whole: Any) -> bool:
-    """Return whether tensors of parts, one after the other, are that of the whole."""
+def _is_concatenation(parts: list[Any], whole: Any) -> bool:
+    """Return whether the concatenation of the parts' tensors equals the tensor of the whole."""
     tensors = (
         isinstance(whole, Tensor) and whole.dim() and all(isinstance(p, Tensor) for p in parts)
     )
     return bool(tensors) and alike(torch.cat(parts), whole)
 
 
-def _follows(later: Any, fresh: Any) -> bool:
-    """Return whether a number, or one of equal shape, is another one after an earlier forward, as
-    a running mean is that begins with its first value; a table that grows is none."""
+def _depends_on_earlier(later: Any, fresh: Any) -> bool:
+    """Return whether a float value differs after an earlier forward, as a running mean does.
+
+    Values must have equal shapes, so a growing table does not count.
+    """
     one, other = (torch.as_tensor(x) if isinstance(x, float) else x for x in (later, fresh))
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
@@ -43,11 +45,11 @@ def _follows(later: Any, fresh: Any) -> bool:
 
 @contextmanager
 def buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
-    """The buffers of a subject as they are now, which they are again afterwards.
+    """Yield a subject's buffers, and restore them afterwards.
 
-    So are parameters that its forward writes into, and plain attributes of its modules.
+    Parameters that the forward writes to, and plain attributes of modules, are restored too.
     """
-    before, plain = _kept(subject), Kept(subject.module, subject.loss)
+    before, plain = _copy_state(subject), Kept(subject.module, subject.loss)
     yield before
     subject.changed |= plain.changed().keys()
     plain.put_back()
@@ -62,17 +64,17 @@ def _state(subject: Sequential) -> dict[str, Tensor]:
     return {**dict(subject.module.named_buffers()), **parameters}
 
 
-def _kept(subject: Sequential) -> dict[str, Tensor]:
+def _copy_state(subject: Sequential) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in _state(subject).items()}
 
 
-# ---- Buffers that a forward writes: whether microbatches leave in them what the whole would.
+# ---- Buffers that a forward writes: do microbatches leave the same as the full batch?
 
 
 def check_buffers(
     subject: Sequential, batch: Batch, shares: Sequence[Sequence[Part]], rtol: float = RTOL
 ) -> None:
-    """Refuse a model whose buffers depend on how a batch is split (S708), measured on the original.
+    """Refuse (S708) a model whose buffers depend on how a batch is split, measured on the original.
 
     `shares` are the microbatches of each data-parallel rank, which run one after the other.
     """
@@ -84,17 +86,17 @@ def check_buffers(
         for name in changed:
             if not near(found[name], full[name], rtol):
                 kind = "parameter" if name in subject.rewritten else "buffer"
-                raise _depends(name, kind, len(parts))
+                raise _refusal(name, kind, len(parts))
 
 
 def _buffers_after(
     subject: Sequential, parts: Sequence[Part]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers before and after a forward and backward of each part; then they are put back."""
+    """Return the buffers before and after a forward and backward of each part; restore them."""
     with buffers_put_back(subject) as before:
         for part in parts if before else ():
             subject.derive(part.inputs, part.rows)
-        after = _kept(subject)
+        after = _copy_state(subject)
     return before, after
 
 
@@ -105,11 +107,10 @@ def check_carried(
     changed: Iterable[str],
     shared: bool,
 ) -> None:
-    """Refuse (S708) plain attributes that carry something from one forward to the next, where ranks
-    and microbatches leave something else in them than the whole batch does.
+    """Refuse (S708) attributes that carry state between forwards and depend on the split.
 
-    `changed` are those that a forward changes; `shared`: ranks share sums, so parts alone tell
-    nothing of what they leave.  Lists and the like that change no loss are notes of the user's.
+    `changed` are attributes that a forward changes. With `shared`, ranks share sums, so a part
+    alone says nothing of its result. Lists and the like that change no loss are the user's notes.
     """
     names, most = [*changed], max(map(len, shares))
 
@@ -124,22 +125,24 @@ def check_carried(
     whole, other = Part(dict(batch), tuple(range(rows(batch)))), shares[0][0]
     once, twice = after(whole), after(whole, whole)
     carried = [name for name in names if not alike(once[name], twice[name])]
-    if not carried:  # a mean that begins with its first value is that of two equal batches, too
+    if not carried:  # a running mean of two equal batches equals its first value
         fresh, later = after(other), after(whole, other)
-        carried = [name for name in names if _follows(later[name], fresh[name])]
-    if not any(isinstance(once[n], NOTES) for n in carried) or _tells(subject, whole, other):
+        carried = [name for name in names if _depends_on_earlier(later[name], fresh[name])]
+    if not any(isinstance(once[n], NOTES) for n in carried) or _changes_results(
+        subject, whole, other
+    ):
         notes: tuple[type, ...] = ()
     else:
         notes = NOTES
     for name in carried:
         left = [after(*parts)[name] for parts in shares]
-        same = all(alike(one, once[name]) for one in left) or _by_rows(left, once[name])
+        same = all(alike(one, once[name]) for one in left) or _is_concatenation(left, once[name])
         if (most > 1 or not (same or shared)) and not isinstance(once[name], notes):
-            raise _depends(name, "attribute", most)
+            raise _refusal(name, "attribute", most)
 
 
-def _tells(subject: Sequential, before: Part, part: Part) -> bool:
-    """Return whether a forward before changes what a part gives, in its loss or gradients."""
+def _changes_results(subject: Sequential, before: Part, part: Part) -> bool:
+    """Return whether an earlier forward changes a part's loss or gradients."""
 
     def given(*runs: Part) -> list[Tensor | None]:
         with buffers_put_back(subject):
@@ -152,14 +155,14 @@ def _tells(subject: Sequential, before: Part, part: Part) -> bool:
 
 
 def near(x: Tensor, r: Tensor, rtol: float) -> bool:
-    """Return whether two tensors are equal, but for roundings of this relative size."""
+    """Return whether two tensors are equal up to this relative tolerance."""
     wide = torch.complex128 if x.is_complex() else torch.float64
     return x.shape == r.shape and torch.allclose(
         x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
     )
 
 
-def _depends(name: str, kind: str, parts: int) -> Refusal:
+def _refusal(name: str, kind: str, parts: int) -> Refusal:
     why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
     return Refusal(
         Diagnostic(

@@ -1,11 +1,13 @@
-"""Hold what rows change in the model itself (frozen, tied, adapted) against the untouched model.
+"""Compare a model that rows changed (frozen, tied, adapted) with the untouched model.
 
-The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
-here: a parameter has the untouched model's value of the first of its names; and where the untouched
-model's own forward is given a value for each name, and so has a gradient for each, a parameter has
-the sum of those of its names, or none if frozen.  One that lies in codes has of the values that
-these can mean the nearest to the untouched one, block by block.  Parameters that a row brings are
-merged into those of the untouched model, and have their gradients by the chain rule through that.
+The changed model is the oracle of such a schedule. This file shows that it is what the rows say:
+
+* A parameter has the value of the untouched model under the first of its names.
+* The untouched model runs with a separate parameter for each name, so it has a gradient for each. A
+  parameter's gradient is the sum over its names, or none if it is frozen.
+* A quantised parameter has, block by block, the representable value nearest to the untouched one.
+* Parameters that a row adds are merged into the untouched model's; their gradients follow by the
+  chain rule.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ RTOL, ATOL = 1e-9, 1e-12
 
 
 def changed_rows(case: Case) -> Iterator[Row]:
-    """Loss and gradients of the changed model on one batch; the case is in float64."""
+    """Yield rows for values, loss, outputs and gradients on one batch; the case is in float64."""
     facts = case.plan.model
     if not facts.changes:
         return
     yield _values(facts)
     modes, _ = modes_of(case)
     with ambient(*modes):
-        (apart, values, merged), own_model = _apart(facts), facts.undrawn()
-        named, grads = _derived(case, apart), _derived(case, own_model)
-        wanted, outputs = _evaluated(case, apart), _evaluated(case, own_model)
+        (apart, values, merged), own_model = _separate_names(facts), facts.undrawn()
+        named, grads = _loss_and_gradients(case, apart), _loss_and_gradients(case, own_model)
+        wanted, outputs = _evaluate(case, apart), _evaluate(case, own_model)
     size = max((float(value.double().norm()) for value in wanted.values()), default=0.0)
     for name, output in outputs.items():
         yield _row(f"in evaluation: {name}", wanted[name], output, size)
     loss, own = named.pop(""), grads.pop("")
     yield _row("loss", loss, own, abs(float(loss.double().norm())))
     scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
-    named = _before(values, merged, named)
+    named = _through_merge(values, merged, named)
     for name, grad in grads.items():
         same = [n for n in facts.parameters[name].names if n in named]
         yield _row(name, sum(named[n] for n in same[1:]) + named[same[0]], grad, scale)
@@ -58,14 +60,14 @@ Tensors = dict[str, Tensor]
 
 
 def _values(facts: ModelFacts) -> Row:
-    """The greatest difference of a value from that of the untouched model, which must be none.
+    """Compare all values with the untouched model's; none may differ.
 
-    Of what lies in codes: from the nearest of the values that codes can mean there.
+    A quantised value is compared with the nearest representable value.
     """
     worst, place = 0.0, "all values"
     for name, value in facts.model.named_parameters(remove_duplicate=False):
         if name not in facts.base.parameters:
-            continue  # a row brought it
+            continue  # added by a row
         first = facts.base.model.get_parameter(facts.parameters[name].names[0])
         coding = facts.coded(facts.parameters[name].name)
         wanted = first.detach().double()
@@ -78,7 +80,7 @@ def _values(facts: ModelFacts) -> Row:
 
 
 def _nearest(weight: Tensor, coding: Coding, found: Tensor) -> Tensor:
-    """The value that codes can mean which is nearest to each; of two as near the one `found`."""
+    """Return the nearest representable values; of two equally near ones the one in `found`."""
     levels = torch.tensor(sorted(coding.book.levels), dtype=weight.dtype, device=weight.device)
     made, dim = [], coding.inputs
     blocks = (torch.split(each, coding.book.block, dim) for each in (weight, found))
@@ -95,16 +97,16 @@ def _nearest(weight: Tensor, coding: Coding, found: Tensor) -> Tensor:
     return torch.cat(made, dim)
 
 
-def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
-    """A copy of the untouched model with a parameter for each name, at the changed one's values.
+def _separate_names(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
+    """Copy the untouched model with a parameter for each name, at the changed model's values.
 
-    And these values, by name, and those of the copy, which are made of them.
+    Also return these values by name, and the copy's values, which are computed from them.
     """
     twin = copied(facts.base.model)
     named = facts.model.named_parameters(remove_duplicate=False)
     values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in named}
     merged = facts.merged(values)
-    for fqn, module in twin.named_modules():  # one that stands twice has its names once
+    for fqn, module in twin.named_modules():  # a shared module appears once
         for local, parameter in list(module._parameters.items()):
             if parameter is not None:
                 value = merged[f"{fqn}.{local}".lstrip(".")].detach().clone()
@@ -112,8 +114,8 @@ def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
     return twin, values, merged
 
 
-def _before(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
-    """The gradients of values, of those of what was made of them."""
+def _through_merge(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
+    """Return the gradients of the changed model's values, by the chain rule through the merge."""
     made = [name for name, value in merged.items() if name in named and value.grad_fn is not None]
     if not made:
         return named
@@ -125,8 +127,8 @@ def _before(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
     return named | {name: grad for name, grad in zip(at, more) if grad is not None}
 
 
-def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
-    """The loss of the first batch in training mode, under "", and its gradients; none is zero."""
+def _loss_and_gradients(case: Case, module: nn.Module) -> dict[str, Tensor]:
+    """Return loss (under "") and gradients of the first batch in training mode; zeros for None."""
     subject, batch = Sequential(module, loss=case.loss), case.batches[0]
     found = {"": subject.derive(batch, range(rows(batch)))}
     held = dict(module.named_parameters())
@@ -134,8 +136,8 @@ def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
     return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
 
 
-def _evaluated(case: Case, module: nn.Module) -> Tensors:
-    """The outputs of the first batch in evaluation, by path."""
+def _evaluate(case: Case, module: nn.Module) -> Tensors:
+    """Return the outputs of the first batch in eval mode, by path."""
     output = Sequential(module, loss=case.loss).eval_step(case.batches[0])
     return {n: v for n, v in flattened(output, set()) if isinstance(v, Tensor)}
 

@@ -1,10 +1,10 @@
-"""Compare: an observation of a program against one of the original, tensor by tensor, by name.
+"""Compare two observations tensor by tensor, by name.
 
-Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s, with s the largest norm among the original's
-tensors of the same kind: a gradient that is zero but for rounding has no relative error. The same
-with the largest element in place of the norm, a hundred times wider: one wrong element among
-millions moves no norm. Nothing compares equal to NaN, but for places of outputs that are NaN
-on both sides: what a mask hides need be no number.
+Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s. Here s is the largest norm among the
+original's tensors of the same kind, because a gradient that is zero but for roundings has no
+relative error. The same test with the largest element instead of the norm is a hundred times wider:
+one wrong element among millions does not change a norm. NaN equals nothing, except places of
+outputs that are NaN on both sides, because a mask may hide them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from schedlang.report import Row
 
 RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
-ELEMENT = 100.0  # how much wider the gate of a single element is
+ELEMENT = 100.0  # factor of the gate of a single element
 
 OUTPUTS = ("outputs", "training outputs")
 DRAWS = "dropout draws"
 
-# in this order a difference is found first where it arose
+# the order in which a difference arises
 _ORDER: tuple[str, ...] = (
     *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
     *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
@@ -37,11 +37,11 @@ _ORDER: tuple[str, ...] = (
 def compare(
     expected: Observation, actual: Observation, *, rtol: float = RTOL, exact: bool = False
 ) -> tuple[Row, ...]:
-    """All comparisons, in the order in which a difference arises: forward, backward, updates.
+    """Return all comparisons, in the order in which differences arise: forward, backward, updates.
 
-    With `exact` everything has to be equal to the last bit. What the actual side does not offer
-    (`actual.missing`, `actual.left_out`) is not compared: report it.  What the expected side drew
-    is judged by itself.
+    With `exact` all bits must be equal. Kinds and places that the actual side does not offer
+    (`actual.missing`, `actual.left_out`) are skipped, so report them. The draws of the expected
+    side are checked by themselves.
     """
     sets = list(_sets(expected, actual))
     rows = [row for row in sets if row.kind != DRAWS]
@@ -85,7 +85,7 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
 def tensor_rows(
     expected: Observation, actual: Observation, rtol: float, exact: bool
 ) -> Iterator[Row]:
-    """Compare tensor by tensor, in the order in which a difference arises."""
+    """Compare tensor by tensor, in the order in which differences arise."""
     scales = _scales(expected)
     place = {name: i for i, name in enumerate(expected.order)}
 
@@ -107,19 +107,19 @@ def tensor_rows(
 
 
 def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
-    """Return whether a tensor stands in a part of the output that the program does not give."""
+    """Return whether a tensor belongs to a part of the output that the program does not give."""
     return key.kind in OUTPUTS and any(
         key.name == name or key.name.startswith(f"{name}.") for name in left_out
     )
 
 
 def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """Largest norm and largest element among the finite tensors of each (condition, kind, step)."""
+    """Return the largest norm and element among finite tensors, by (condition, kind, step)."""
     scales: dict[tuple[str, str, int], tuple[float, float]] = {}
     for key, value in expected.tensors.items():
         if value is not None and value.numel() and (norm := _norm(value)) < math.inf:
             big = scales.get(key[:3], (0.0, 0.0))
-            scales[key[:3]] = (max(big[0], norm), max(big[1], _most(value)))
+            scales[key[:3]] = (max(big[0], norm), max(big[1], _largest(value)))
     return scales
 
 
@@ -131,27 +131,31 @@ def _difference(
     rtol: float,
     exact: bool,
 ) -> tuple[float, bool, str]:
-    """Relative error, verdict and explanation for one tensor."""
-    # not to name a tensor is to have none: an unused parameter has no gradient on either side
+    """Return the relative error, the verdict and a note for one tensor."""
+    # a missing key means no tensor: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
     if r is None and x is not None and key.kind == "input gradients" and not x.any():
         return 0.0, True, "zero, as of an input that nothing reads"  # slicing passes all inputs on
     if x is None or r is None:
         note = "missing in the program" if x is None else "the original has none"
         return (0.0, True, "none on both sides") if x is r else (math.inf, False, note)
-    # comparing a thing with itself proves nothing
+    # a tensor must not be compared with itself
     assert not x.numel() or x.untyped_storage().data_ptr() != r.untyped_storage().data_ptr(), key
     if x.shape != r.shape or x.dtype != r.dtype:
         note = f"{x.dtype} {tuple(x.shape)} instead of {r.dtype} {tuple(r.shape)}"
         return math.inf, False, note
     x, r = unhidden(key, x, r)
     if exact or not (r.is_floating_point() or r.is_complex()):
-        return _count(x, r), torch.equal(x, r), "" if torch.equal(x, r) else "not equal bit by bit"
+        return (
+            _changed_fraction(x, r),
+            torch.equal(x, r),
+            "" if torch.equal(x, r) else "not equal bit by bit",
+        )
     return _close(x, r, *scales.get(key[:3], (0.0, 0.0)), rtol)
 
 
 def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
-    """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
+    """Return outputs with 0 wherever all of them are NaN, unless they are NaN everywhere."""
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
     hidden = reduce(torch.logical_and, (v.isnan() for v in values))
@@ -159,8 +163,8 @@ def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.where(hidden, 0, v) for v in values) if some else values
 
 
-def _count(x: Tensor, r: Tensor) -> float:
-    """The part of the elements that differ."""
+def _changed_fraction(x: Tensor, r: Tensor) -> float:
+    """Return the fraction of elements that differ."""
     return float((x != r).double().mean()) if x.numel() else 0.0
 
 
@@ -171,7 +175,7 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
         return math.nan, False, "the original itself is not finite"
     floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
     error = over(_norm(x - r), _norm(r) + floor * scale)
-    element = over(_most(x - r), _most(r) + floor * most)
+    element = over(_largest(x - r), _largest(r) + floor * most)
     if not error <= rtol:
         return error, False, "not finite" if math.isnan(error) else ""
     if not element <= ELEMENT * rtol:
@@ -180,25 +184,25 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
 
 
 def over(a: float, b: float) -> float:
-    """Divide an error by what it may be; nothing over nothing is no error."""
+    """Divide an error by its allowed size; 0/0 is no error."""
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 
 def _norm(x: Tensor) -> float:
-    """Frobenius norm, in float64; NaN if any element is."""
-    return float(torch.linalg.vector_norm(x.to(_wide(x)).flatten())) if x.numel() else 0.0
+    """Return the Frobenius norm in float64; NaN if any element is NaN."""
+    return float(torch.linalg.vector_norm(x.to(_float64_type(x)).flatten())) if x.numel() else 0.0
 
 
-def _most(x: Tensor) -> float:
-    return float(x.to(_wide(x)).abs().max()) if x.numel() else 0.0
+def _largest(x: Tensor) -> float:
+    return float(x.to(_float64_type(x)).abs().max()) if x.numel() else 0.0
 
 
-def _wide(x: Tensor) -> dtype:
+def _float64_type(x: Tensor) -> dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
 def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
-    """Names of one weight still hold one value."""
+    """Compare the values of tied names with each other."""
     states = {k[:3] for k in actual.tensors if k.kind == "parameters"}
     for condition, _, step in sorted(states):
         for group in expected.ties:
@@ -207,7 +211,7 @@ def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
             ok = all(torch.equal(v, values[0]) for v in values[1:])
             note = "" if ok else "tied names hold different values"
             name = " = ".join(group)
-            error = max((_count(v, values[0]) for v in values[1:]), default=0.0)
+            error = max((_changed_fraction(v, values[0]) for v in values[1:]), default=0.0)
             yield Row(condition, "tied weights", name, error, 0.0, ok, step, note)
 
 

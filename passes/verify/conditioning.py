@@ -1,8 +1,8 @@
-"""Conditioning: how far roundings move each tensor of the original, and so may a program's.
+"""Error bounds: how far roundings move each tensor of the original, and so may move a program's.
 
-The original is run again in its working dtype, each result of each operator, forward, backward and
-in the optimizer, off by a rounding in either direction (TTrace's perturbation, at every operator).
-What a tensor is off then is what its own conditioning makes of roundings: no tolerance is given.
+The original runs again in its working dtype. Each result of each operator, in forward, backward and
+optimizer, is off by one rounding, up or down (TTrace's perturbation, at every operator). The errors
+then show each tensor's conditioning, so no tolerance is chosen by hand.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from schedlang.passes.verify.compare import OUTPUTS, is_left_out, over, unhidden
 from schedlang.passes.verify.observe import HIDDEN, Key, Observation
 from schedlang.report import Row
 
-# ---- Runs whose every result is off by a rounding.
+# ---- Runs in which every result is off by a rounding.
 
-# Of results these are made without one.  Factories take no tensor, views are told by their schema.
-_MOVING = (
+# Operators without a rounding. Factories take no tensor; views are known by their schema.
+_EXACT_NAMES = (
     "_reshape_alias _unsafe_view abs amax amin as_strided_scatter bernoulli cat clamp clamp_max "
     "clamp_min clone constant_pad_nd copy diag_embed diagonal_scatter embedding empty_like "
     "exponential fill flip full_like gather index index_copy index_select lift_fresh log_normal "
@@ -37,18 +37,18 @@ _MOVING = (
     "select_backward select_scatter set sign slice_backward slice_scatter sort stack take "
     "threshold_backward topk tril triu uniform unfold_backward where zero zeros_like"
 )
-_EXACT = frozenset(_MOVING.split())
-_POOL = 2**16  # signs that are drawn once, and read from any place on
+_EXACT = frozenset(_EXACT_NAMES.split())
+_POOL = 2**16  # signs, drawn once and read from a random offset
 
 
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Move each rounded result by a rounding more, up or down, by one unit in its last place.
+    """Perturb each rounded result by one more rounding, up or down, of one unit in its last place.
 
-    In the mean square that is what twelve roundings to the nearest do.  Numbers below the normal
-    ones of a dtype move by the distance between two of them: a second moment in float16 is one or
-    two of these, or nothing.  Whole numbers that the dtype has stay, and so does what stands for
-    infinity: no rounding makes them, a mask of 0 and 1 times other numbers is no mask; of eight
-    bits only 0 does.  Numbers in float64 stay too, unless `wide`.
+    In the mean square that equals twelve roundings to nearest. Subnormal numbers move by the
+    distance between two of them: a second moment in float16 is one or two of these, or zero.
+    Integers that the dtype represents stay, and so do stand-ins for infinity: roundings do not make
+    them, and a mask of 0 and 1 times other numbers would be no mask. In eight bits only 0 stays.
+    Numbers in float64 stay too, unless `wide`.
     """
 
     supports_higher_order_operators = True
@@ -56,7 +56,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed: int, *, wide: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least = 0.0 if wide else 2**-50
-        # not by torch, whose draws are refused where those of a model are replaced
+        # not torch's generator: modes that replace a model's draws refuse others
         self._generator = np.random.default_rng(seed)
         self._signs = torch.from_numpy(1.0 - 2.0 * self._generator.integers(2, size=_POOL))
         self._steps: dict[tuple[torch.dtype, float], Tensor] = {}
@@ -66,10 +66,10 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _rounds(func) and not _doubled(func, args) and (units := _units(args)):
-            # to a wider dtype nothing is rounded
+        if _is_rounding(func) and not _is_power_of_two(func, args) and (units := _units(args)):
+            # a cast to a wider dtype does not round
             least = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
-            with torch._C.DisableTorchFunction():  # modes are for what the model calls
+            with torch._C.DisableTorchFunction():  # function modes apply to the model's calls only
                 for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
                     if isinstance(value, Tensor) and _unit(value.dtype) > least:
                         self._move(value)
@@ -87,14 +87,14 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         v, kind = value.float() if few else value, torch.finfo(value.dtype)
         size = v.abs()
         moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
-        if few:  # scaled for all that there is: most are whole, and the greatest are real ones
+        if few:  # eight bits: most values are integers, and the largest are no infinity
             stays, moved = v == 0, moved.clamp_(-kind.max, kind.max)
         else:
             stays = (v.trunc() == v).logical_and_(size.clamp(1 / unit, kind.max / 4) != size)
         value.copy_(torch.where(stays, v, moved))
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
-        """Draw a rounding for each element, relative to it."""
+        """Draw a relative perturbation for each element."""
         key, count = (like.dtype, unit), like.numel()
         steps = self._steps.get(key)
         if steps is None:
@@ -109,13 +109,13 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _unit(dtype: torch.dtype) -> float:
-    """The unit roundoff of a dtype; 0 of what is no float."""
+    """Return the unit roundoff of a dtype; 0 for non-floats."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
 @cache
-def _rounds(func: Any) -> bool:
-    """Return whether an operator's results are new numbers, or are written where others were."""
+def _is_rounding(func: Any) -> bool:
+    """Return whether an operator computes new values: no view, and no exact operation."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return False
     name = func._overloadpacket.__name__
@@ -124,7 +124,7 @@ def _rounds(func: Any) -> bool:
     return not views and name not in _EXACT and name.removesuffix("_") not in _EXACT
 
 
-def _doubled(func: Any, args: Any) -> bool:
+def _is_power_of_two(func: Any, args: Any) -> bool:
     """Return whether an operator multiplies or divides by a power of two, which is exact."""
     by = args[1] if len(args) > 1 else None
     if not isinstance(by, (int, float)) or abs(math.frexp(by)[0]) != 0.5:
@@ -133,7 +133,7 @@ def _doubled(func: Any, args: Any) -> bool:
 
 
 def _units(args: Iterable[Any]) -> list[float]:
-    """The unit roundoffs of the floats that an operator is given."""
+    """Return the unit roundoffs of an operator's float arguments."""
     found = []
     for one in args:
         if isinstance(one, Tensor):
@@ -144,49 +144,50 @@ def _units(args: Iterable[Any]) -> list[float]:
     return found
 
 
-# ---- The law of such errors: above which size is one more of them no luck?
+# ---- The distribution of such errors: which size is implausible for one more error?
 #
-# They are taken for draws e ~ N(0, S), S unknown.  Their squared norm is a sum of chi squares,
-# weighed by the eigenvalues of S.  Matched in mean and variance it is tr(S)/n times a chi square of
+# Assume errors e ~ N(0, S) with unknown S. Their squared norm is a sum of chi squares, weighted
+# by the eigenvalues of S. With the same mean and variance, it is tr(S)/n times a chi square of
 # n = tr(S)^2 / tr(S^2) degrees of freedom (Satterthwaite, Biometrics Bulletin 2, 1946; Box, Annals
-# of Mathematical Statistics 25, 1954): n is one where all elements move together, and the number of
-# elements where each goes its own way.  So of one more error x beside K others
+# of Mathematical Statistics 25, 1954). n is 1 if all elements move together, and the number of
+# elements if they are independent. So for one more error x besides K others
 #
 #     |x|^2 / mean |e|^2  ~  F(n, K n),
 #
-# and it lies above the quantile of 1 - p of that law with chance p.
+# and it exceeds the (1 - p) quantile of that distribution with probability p.
 #
-# n is told from the same errors, by whichever of two is less, as too low an n is safe: quantiles
-# fall with n.  Of errors with a mean m of their own (all runs cast one weight) n is 2 (E |e|^2)^2
-# over var |e|^2 = 2 tr(S^2) + 4 m'Sm, and
+# n is estimated from the same errors by the smaller of two estimates; too low an n is safe, because
+# quantiles fall with n. For errors with a common mean m (all runs cast one weight), n is
+# 2 (E |e|^2)^2 over var |e|^2 = 2 tr(S^2) + 4 m'Sm. This variance is estimated
 #
-#     of pairs of errors, the variance of e . f is a half of that: many pairs, less noise;
-#     of their squared norms it is seen itself, also where their law has longer tails.
+#     from pairs of errors: the variance of e . f is half of it; many pairs give less noise;
+#     from squared norms directly, which holds for longer tails too.
 #
-# The largest of n normal numbers is about sqrt(2 ln 2n) times their spread, and with chance p above
-# sqrt(2 ln 2n/p): so much further, or as much as the norm where that is more, may one element be.
+# The largest of n normal numbers is about sqrt(2 ln 2n) times their standard deviation, and exceeds
+# sqrt(2 ln 2n/p) times it with probability p. One element may be that much further, or as much as
+# the norm if that is more.
 
 CHANCE = 1e-6  # of a false alarm, in all rows of a report together
-LEAST = 4  # errors that a law is told from: fewer say too little of n
-MOST = 1e6  # degrees of freedom, of errors that are all the same
+LEAST = 4  # errors needed to estimate n
+MOST = 1e6  # degrees of freedom if all errors are equal
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The greatest size of one more error: its norm, and its largest element."""
+    """The largest plausible error: its norm, and its largest element."""
 
     norm: float
     most: float
 
     def share(self, error: Tensor) -> float:
-        """The part of the bound that an error takes; above 1 it is no luck."""
+        """Return the ratio of an error to the bound; above 1 it is not plausible."""
         if not bool(error.isfinite().all()):
             return math.inf
         return max(over(float(error.norm()), self.norm), over(_largest(error), self.most))
 
 
 def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
-    """The size above which one more error lies with this chance; None: too few to say."""
+    """Return the size that one more error exceeds with this chance; None: too few errors."""
     norms = [float(e @ e) for e in errors]
     mean = math.fsum(norms) / max(1, len(norms))
     if len(errors) < LEAST or not mean or not math.isfinite(mean):
@@ -197,7 +198,7 @@ def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
 
 
 def limits(errors: Sequence[Tensor], chance: float, n: float, draws: int = 0) -> Bound:
-    """The bound from errors of so many degrees of freedom, as if there were `draws` of them."""
+    """Return the bound of errors with `n` degrees of freedom, as if there were `draws` errors."""
     times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
     further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
     norm = _mean_square([float(e.norm()) for e in errors])
@@ -214,12 +215,12 @@ def _largest(error: Tensor) -> float:
 
 
 def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
-    """Degrees of freedom, of errors whose mean squared norm is 1, and their inner products."""
+    """Estimate degrees of freedom from norms and inner products; mean squared norm is 1."""
     pairs = {(i, j): dots[i][j] for i, j in combinations(range(len(norms)), 2)}
     squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
     apart = [
         p * q for (i, p), (j, q) in combinations(pairs.items(), 2) if not {*i} & {*j}
-    ]  # their mean is that of e . f, squared
+    ]  # their mean is the squared mean of e . f
     by_pairs = squares - max(0.0, math.fsum(apart) / len(apart))
     by_norms = math.fsum((norm - 1) ** 2 for norm in norms) / (len(norms) - 1) / 2
     return min(MOST, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST)))
@@ -227,7 +228,7 @@ def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
 
 @cache
 def quantile(chance: float, n: float, m: float) -> float:
-    """Return the number above which F(n, m) lies with this chance."""
+    """Return the number that F(n, m) exceeds with this chance."""
     low, high = 0.0, 1.0
     while above(high, n, m) > chance:
         low, high = high, 2 * high
@@ -238,13 +239,13 @@ def quantile(chance: float, n: float, m: float) -> float:
 
 
 def above(value: float, n: float, m: float) -> float:
-    """The chance that F(n, m) lies above a number: an incomplete beta function."""
+    """Return the probability that F(n, m) exceeds a number: an incomplete beta function."""
     return _beta(m / 2, n / 2, m / (m + n * value)) if value > 0 else 1.0
 
 
 def _beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
-    if x > (a + 1) / (a + b + 2):  # where the other end converges faster
+    """Compute the regularised incomplete beta function by its continued fraction (DLMF 8.17.22)."""
+    if x > (a + 1) / (a + b + 2):  # the complement converges faster
         return 1.0 - _beta(b, a, 1.0 - x) if x < 1 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) - math.log(a)
     front += a * math.log(x) + b * math.log1p(-x)
@@ -262,7 +263,7 @@ def _beta(a: float, b: float, x: float) -> float:
     return math.exp(front) * found
 
 
-# ---- Bounds of each tensor, and the rows of a program that is held against them.
+# ---- Bounds of each tensor, and rows that compare a program with them.
 
 KINDS = (
     *("outputs", "training outputs", "gradients", "input gradients", "parameters"),
@@ -270,11 +271,11 @@ KINDS = (
 )
 _NUMBERS = frozenset(KINDS[-2:])
 _BUFFERS = ("other state", HIDDEN)
-DRAWS = 8  # runs of the original whose results are off by roundings
-PLAIN = 2.0  # by how much, at least, these are further off than the original as it stands
-MANY = 256  # degrees of freedom from which on luck is about the same
+DRAWS = 8  # perturbed runs of the original
+PLAIN = 2.0  # perturbed runs are at least so much further off than the unperturbed run
+MANY = 256  # more degrees of freedom hardly change quantiles
 IN_DTYPE = " in working dtype"
-WIDEST = 1e-4  # of what an error in float64 may be, whatever the original makes of roundings
+WIDEST = 1e-4  # the largest float64 error that roundings may explain
 MAGNIFIED = "steps of the original magnify roundings: its gate is how far"
 OVERFLOWS = "the original itself is not finite"
 Run = Callable[[int], Observation]
@@ -282,11 +283,11 @@ Run = Callable[[int], Observation]
 
 @dataclass
 class Bounds:
-    """Bounds of how far from float64 each tensor may be, told from runs of the original.
+    """Bounds of each tensor's distance from float64, estimated from runs of the original.
 
-    exact  the original in float64, from the weights that the others start from
-    run    its k-th run in the working dtype: as it stands for 0, `Nudged` by k for others
-    state  buffers and the optimizer's state have bounds, too
+    exact  the original in float64, from the same initial weights
+    run    its k-th run in the working dtype: unperturbed for 0, `Nudged` by k for others
+    state  also bound buffers and the optimizer's state
     """
 
     exact: Observation
@@ -298,24 +299,24 @@ class Bounds:
     def rows(
         self, program: Observation, *, rtol: Mapping[str, float] | None = None, casts: bool = False
     ) -> tuple[Row, ...]:
-        """Compare a program's errors with their bounds; an error of 1 is the gate.
+        """Compare a program's errors with their bounds; the gate is 1 in units of the bound.
 
-        For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
-        `casts` a step whose gradients overflow is skipped: where the original's do, the program's
-        must, in whichever tensor; of such a step those are compared that are finite on both sides.
-        The original is run until each error is known to be within its bound: a few times at most,
-        where the program is right.
+        For kinds in `rtol` the schedule gives a bound of the relative error. Under `casts` a step
+        with overflowing gradients is skipped: if the original skips a step, the program must skip
+        it too, whatever tensor overflows; of such a step only tensors that are finite on both sides
+        are compared. The original runs until each error is known to be within its bound, so only a
+        few times if the program is right.
         """
         rtol, found, left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
         keys = list(self._keys(program))
         chance = CHANCE / max(1, len(keys))
-        skipped = _overflowing(self._as_it_stands) if casts else frozenset()
+        skipped = _overflowing(self._unperturbed) if casts else frozenset()
         for key in keys:
             given = rtol.get(key.kind)
             row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, given or 1.0, False)
-            row = replace(row, step=key.step, note="" if given is None else _GIVEN)
+            row = replace(row, step=key.step, note="" if given is None else _SCHEDULE_NOTE)
             error = _error(self.exact, program, key)
-            r, s = self.exact.tensors[key], self._as_it_stands.tensors.get(key)
+            r, s = self.exact.tensors[key], self._unperturbed.tensors.get(key)
             assert r is not None
             if error is None or s is None:
                 row = replace(row, note="missing")
@@ -324,7 +325,7 @@ class Bounds:
             elif _of_a_skipped_step(key, s, error) and (key.condition, key.step) in skipped:
                 so = (key.condition, key.step) in _overflowing(program)
                 row = replace(row, error=0.0 if so else math.inf)
-            elif _is_lost(key, r, s):  # no number to hold others against
+            elif _is_lost(key, r, s):  # no reference value
                 row = replace(row, error=math.nan, note=OVERFLOWS)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
@@ -333,17 +334,18 @@ class Bounds:
             else:
                 left[key] = error
             found[key] = replace(row, ok=row.error <= row.gate)
-        for key, share in self._shares(left, chance, casts).items():
+        for key, share in self._ratios(left, chance, casts).items():
             note = OVERFLOWS if math.isnan(share) else ""
             found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
         return tuple(found.values())
 
     def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
-        """Widen the gates of rows in float64 that fail by no more than roundings explain.
+        """Widen the gates of float64 rows that fail by no more than roundings explain.
 
-        All runs are `Nudged`: where these move a tensor further than its gate, as training steps of
-        an ill-conditioned model do, the gate is their bound. Nothing is run, and all rows stay,
-        where any fails that no rounding explains: by more than `WIDEST`, or by what has no size.
+        All runs are `Nudged`. If they move a tensor further than its gate, as steps of an
+        ill-conditioned model do, the gate becomes their bound. If some row fails by more than
+        `WIDEST`, or without a size, no rounding explains it: then nothing is run, and all rows are
+        returned as they are.
         """
         failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
         left = dict[Key, Tensor]()
@@ -353,27 +355,27 @@ class Bounds:
                 return list(rows)
             left[key] = error
         widened = dict[Row, Row]()
-        for key, share in self._shares(left, CHANCE / max(1, len(rows))).items():
+        for key, share in self._ratios(left, CHANCE / max(1, len(rows))).items():
             row = failed[key]
             if share <= 1.0:
                 widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
         return [widened.get(row, row) for row in rows]
 
     def tells_apart(self, program: Observation) -> bool:
-        """Whether gradients overflow in other steps of the program than of the original."""
-        return _overflowing(program) != _overflowing(self._as_it_stands)
+        """Return whether gradients overflow in other steps of the program than of the original."""
+        return _overflowing(program) != _overflowing(self._unperturbed)
 
     @property
-    def _as_it_stands(self) -> Observation:
+    def _unperturbed(self) -> Observation:
         if self._plain is None:
             self._plain = self.run(0)
         return self._plain
 
     def _keys(self, program: Observation) -> Iterator[Key]:
-        """The floats that a program gives; of parameters those of the last step."""
+        """Yield the floats to compare; of parameters only those of the last step."""
         last = {key[:2]: key.step for key in self.exact.tensors}
         for key, r in self.exact.tensors.items():
-            if not self._has(key) or key.kind in program.missing or r is None:
+            if not self._is_bounded(key) or key.kind in program.missing or r is None:
                 continue
             if is_left_out(key, program.left_out) or not r.is_floating_point():
                 continue
@@ -382,60 +384,61 @@ class Bounds:
             if key.kind != "parameters" or key.step == last[key[:2]]:
                 yield key
 
-    def _has(self, key: Key) -> bool:
+    def _is_bounded(self, key: Key) -> bool:
         state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
         return key.kind in KINDS or (self.state and state)
 
-    def _shares(
+    def _ratios(
         self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
     ) -> dict[Key, float]:
-        """The shares of their bounds that errors take, from as many runs as that asks for.
+        """Return the ratios of errors to their bounds, from as many runs as that needs.
 
-        A bound only falls with the degrees of freedom, and these are no more than elements: what is
-        within the bound of so many, told from the runs so far, needs no more of them.  NaN is that
-        of an error beyond it where roundings alone make some run of the original no number.
+        A bound decreases with the degrees of freedom, which are at most the number of elements. An
+        error within the bound for that number, from the runs so far, needs no more runs. NaN means
+        that an error exceeds its bound, and roundings alone make some run of the original not
+        finite.
         """
         shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
         lost = set[Key]()
         for draw in range(self.draws + 1):
-            seen = self.run(draw) if draw else self._as_it_stands
+            seen = self.run(draw) if draw else self._unperturbed
             if casts and draw and self.tells_apart(seen):
-                continue  # a step that is skipped here alone says nothing of roundings
+                continue  # a step that only this run skips shows no rounding
             for key in left:
                 own = _error(self.exact, seen, key)
                 if own is not None and not bool(own.isfinite().all()):
                     lost.add(key)
-                found = [_error(self.exact, seen, one) for one in self._together(key)]
+                found = [_error(self.exact, seen, one) for one in self._same_law(key)]
                 known = [e for e in found if e is not None and bool(e.isfinite().all())]
                 if draw:
                     moved.setdefault(key, []).extend(known)
                 else:
                     plain[key] = [PLAIN * e for e in known]
             for key, x in left.items():
-                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._together(key))
+                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._same_law(key))
                 some = min(max(1, x.numel()), MANY)
                 one = limits(known, chance, some, most) if known else Bound(0.0, 0.0)
-                shares[key] = self._floored(key, one).share(x)
+                shares[key] = self._with_least_rounding(key, one).share(x)
             left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
             if not left:
                 break
         for key, x in left.items():
-            told = bound(moved.get(key, []), chance)
-            if told is not None:
-                shares[key] = self._floored(key, told).share(x)
+            final = bound(moved.get(key, []), chance)
+            if final is not None:
+                shares[key] = self._with_least_rounding(key, final).share(x)
             if key in lost and not shares[key] <= 1.0:
                 shares[key] = math.nan
         return shares
 
-    def _together(self, key: Key) -> list[Key]:
-        """The tensor; of a number all steps, each a draw: one tells little of its law."""
+    def _same_law(self, key: Key) -> list[Key]:
+        """Return the key; for a number the keys of all steps: one draw says little of its law."""
         if key.kind not in _NUMBERS:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
 
-    def _floored(self, key: Key, one: Bound) -> Bound:
-        """The bound, and at least one rounding: of what comes out exact, by luck, for the whole."""
-        r, s = self.exact.tensors[key], self._as_it_stands.tensors[key]
+    def _with_least_rounding(self, key: Key, one: Bound) -> Bound:
+        """Return the bound, at least one rounding: a result may be exact by luck."""
+        r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
         assert r is not None and s is not None
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
@@ -443,7 +446,7 @@ class Bounds:
 
 
 def _is_lost(key: Key, exact: Tensor, original: Tensor) -> bool:
-    """Whether the original is no number in float64, but for outputs that no dtype has there."""
+    """Return whether the original is not finite in float64, except NaN in all dtypes."""
     if key.kind in OUTPUTS:
         return bool(unhidden(key, exact, original)[0].isnan().any())
     return not bool(exact.isfinite().all())
@@ -453,22 +456,22 @@ _SKIPPED = ("gradients", "gradient norm")
 
 
 def _of_a_skipped_step(key: Key, original: Tensor, error: Tensor) -> bool:
-    """Whether a gradient, or the norm of all, is no number in the original or in the program."""
+    """Return whether a gradient or the gradient norm is not finite on some side."""
     finite = bool(original.isfinite().all()) and bool(error.isfinite().all())
     return key.kind in _SKIPPED and not finite
 
 
 def _overflowing(seen: Observation) -> frozenset[tuple[str, int]]:
-    """Conditions and steps in which some gradient is not finite."""
+    """Return conditions and steps in which some gradient is not finite."""
     every = ((k, v) for k, v in seen.tensors.items() if k.kind == "gradients" and v is not None)
     return frozenset((k.condition, k.step) for k, v in every if not bool(v.isfinite().all()))
 
 
-_GIVEN = "the bound of the schedule"
+_SCHEDULE_NOTE = "the bound of the schedule"
 
 
 def _value(seen: Observation, key: Key) -> Tensor | None:
-    """A tensor; of parameters the change since the first step, which their size does not swamp."""
+    """Return a tensor; of parameters the change since step 0, as their size would hide errors."""
     value = seen.tensors.get(key)
     if key.kind != "parameters" or value is None:
         return value
@@ -477,7 +480,7 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
 
 
 def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
-    """The error of a tensor, of a number by its size; None if it is not there."""
+    """Return the error of a tensor, relative for a number; None if it is missing."""
     r, v = (_value(one, key) for one in (exact, seen))
     if r is None or v is None or v.shape != r.shape:
         return None

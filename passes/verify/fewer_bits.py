@@ -1,4 +1,7 @@
-"""The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows."""
+"""The original with saved tensors in fewer bits, and recomputation from them: `relax(lossy)`.
+
+This is the oracle of activation compression, written independently of the runtime.
+"""
 
 from __future__ import annotations
 
@@ -41,35 +44,35 @@ from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
 
-# ---- The original whose modules run again in backward from what is kept in fewer bits.
-# Written apart from what programs run (`recompute.py` and `selective.py` of
-# `runtime/activation_memory`): here the second run comes at once, and backward is handed what it
-# saved.  Both share the names by which single operators are known.
+# ---- Recomputation from inputs in fewer bits.
+# Independent of the programs' code (`recompute.py` and `selective.py` of
+# `runtime/activation_memory`): here the second run follows at once, and backward uses its saved
+# tensors. Both share the names of single operators.
 
 
 def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> None:
-    """Let those modules of a copy of the original run again that are kept in fewer bits."""
+    """Let modules of a copy of the original recompute from inputs that are stored in fewer bits."""
     parts = summed(known.traced) if known is not None else ()
     for again in recomputed(plan, known.chains if known is not None else {}):
         region = _Region(again, parts)
         for place, fqn in enumerate(again.modules):
             part: Any = module.get_submodule(fqn)
-            part.forward = partial(_recomputed_as_kept, region, place, part, part.forward)
+            part.forward = partial(_run_twice, region, place, part, part.forward)
 
 
 @dataclass
 class _Values:
-    """Values that stand for tensors, as long as nobody writes into these."""
+    """Values that replace tensors, valid until the tensors are written to."""
 
     alike: Callable[[Tensor, Tensor], bool]
     known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
 
     def note(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a value stand for a tensor from now on."""
+        """Let a value replace a tensor from now on."""
         self.known.append((tensor, tensor._version, value))
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The first that was noted for one alike."""
+        """Return the first value recorded for an equal tensor."""
         for one, version, value in self.known:
             if version == tensor._version and self.alike(one, tensor):
                 return value
@@ -78,55 +81,54 @@ class _Values:
 
 @dataclass
 class _Region:
-    """Modules that run again as one, and what tensors of this pass are in their second run."""
+    """Modules that are recomputed as one region, and what replaces tensors in the second run."""
 
     again: Again
-    summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
+    summed: tuple[str, ...]  # modules with partial sums on ranks, stored unrounded
     next: int = 0
-    known: _Values = field(default_factory=lambda: _Values(_same))
+    known: _Values = field(default_factory=lambda: _Values(_is_same_view))
 
     def enter(self, place: int) -> None:
-        """A call out of turn begins anew."""
+        """Begin a call of a module of the region; a call out of order starts a new pass."""
         if place == 0 or place != self.next:
-            self.known = _Values(_same)
+            self.known = _Values(_is_same_view)
         self.next = place + 1
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Give the second run what it made itself, and else what was kept."""
+        """Return the second run's inputs: its own results where it has them, else stored values."""
         if not self.again.once:
-            return [_laid_as(old, new) for old, new in zip(tensors, through(tensors))]
+            return [_restride(old, new) for old, new in zip(tensors, through(tensors))]
         new: list[Tensor] = []
         for tensor in tensors:
-            if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
+            if self.known.of(tensor) is None and not any(_is_same_view(tensor, one) for one in new):
                 new.append(tensor)
         for tensor, value in zip(new, through(new)):
             self.known.note(tensor, value)
         found = [(tensor, self.known.of(tensor)) for tensor in tensors]
-        return [_laid_as(tensor, value) for tensor, value in found if value is not None]
+        return [_restride(tensor, value) for tensor, value in found if value is not None]
 
     def made(self, output: Any, second: Any) -> None:
-        """The results of a call, in both runs."""
+        """Record the results of a call in both runs."""
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
                 self.known.note(one, two.detach())
 
 
-def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value in the order in memory of the tensor for which it stands: products choose by that
-    what they save, and in which order."""
+def _restride(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value in a tensor's memory order, because products choose what they save by it."""
     with torch.no_grad():
         same = value.stride() == tensor.stride()
         made = value.detach() if same else torch.empty_like(tensor).copy_(value)
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
+def _is_same_view(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
     facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, two))
     return next(facts) == next(facts)
 
 
-def _recomputed_as_kept(
+def _run_twice(
     region: _Region,
     place: int,
     module: nn.Module,
@@ -134,13 +136,13 @@ def _recomputed_as_kept(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The output for the arguments as they are; its backward is that of a run from those kept."""
+    """Run a module on its real inputs; its backward is that of a second run on stored ones."""
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     region.enter(place)
     tensors: list[Tensor] = []
     template = take((args, kwargs), tensors)
-    given, apart = region.given(tensors), _Apart(module)
+    given, apart = region.given(tensors), _CallStart(module)
     results = Results(region.again, region.summed)
     again: list[Tensor] = []
     places = count()
@@ -154,15 +156,15 @@ def _recomputed_as_kept(
     return output
 
 
-class _Apart:
-    """The start of a call: a second run from there draws and counts alike."""
+class _CallStart:
+    """The state at the start of a call, so that a second run draws and counts the same."""
 
     def __init__(self, module: nn.Module) -> None:
         self.place = capture()
         self.draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
 
     def run(self, saved: list[Tensor], call: Callable[[], Any]) -> Any:
-        """A call's result; what autograd would keep of it is put into a list."""
+        """Run a call; append what autograd would save to a list."""
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(tensor.detach())
@@ -172,86 +174,87 @@ class _Apart:
             return call()
 
 
-# ---- The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows.
-# Written apart from what programs run (`runtime/activation_memory/quantized.py`
-# beside it): numbers are not packed here, and what is coded is decided anew.  Both share the hash
-# that draws are made by.
+# ---- Saved tensors in fewer bits.
+# Independent of the programs' code (`runtime/activation_memory/quantized.py`): codes are not packed
+# here, and the choice of tensors is made again. Both share the hash of random draws.
 
 
 def with_kept(
     plan: Plan, module: nn.Module, known: Prepared | None, tipped: Found | None = None
 ) -> nn.Module:
-    """A copy of the original in which modules keep what the plan says of them.
+    """Let modules of a copy of the original store what the plan says in fewer bits.
 
-    `known` of the plan: how ranks split it, for each of them rounds its own, the bits of single
-    tensors, and what runs again; `tipped`: numbers that lie where two are as near, as ranks took
-    them.
+    `known` says how ranks divide saved tensors (each rank rounds its own part), the bits of single
+    tensors, and the recomputed regions. `tipped` holds the ranks' choices for numbers that lie
+    midway between two codes.
     """
     for fqn in experts_of(plan):
         experts: Any = module.get_submodule(fqn)
-        experts.forward = partial(_apart, experts.forward)
-    # inside: what they are given is kept in fewer bits, too
+        experts.forward = partial(_mark_experts, experts.forward)
+    # the inner wrapper: its inputs are quantised too
     with_second_runs(plan, module, known)
     for row in plan.kept:
         assert known is not None, "a plan is prepared before it is compared"
         part: Any = module.get_submodule(row.fqn)
         bits = numbers(known.bits, row.fqn)
-        saved = _Saved(row, part, known.traced.saved, tipped or {}, bits)
-        part.forward = partial(_forward, saved, part.forward)
+        saved = _SavedTensors(row, part, known.traced.saved, tipped or {}, bits)
+        part.forward = partial(_run_quantized, saved, part.forward)
     return module
 
 
 @dataclass
-class _Saved:
-    """One module: what tells its calls apart, and what it saves in the one that runs."""
+class _SavedTensors:
+    """One module: the position of its calls, and the tensors saved in the current call."""
 
     row: Kept
     module: nn.Module
     parts: Parts | None = None
     tipped: Found = field(default_factory=dict)
-    bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
+    bits: dict[int, int] = field(default_factory=dict)  # of single tensors, by number
     place: tuple[int, tuple[int, ...]] = (-1, ())
     calls: int = 0
     numbers: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far
-    made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
-    seen: _Values = field(default_factory=lambda: _Values(_alike))
+    turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far in this call
+    made: dict[Turn, list[Tensor | None]] = field(
+        default_factory=dict
+    )  # values of parts; None: unrounded
+    seen: _Values = field(default_factory=lambda: _Values(_reads_same_memory))
 
     def begin(self, arguments: Any) -> None:
-        """A call begins; those of a part of a step are counted from 0."""
+        """Begin a call; calls within one part of a step are counted from 0."""
         here = current()
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
         self.place, self.numbers, self.rows = place, 0, []
         self.turns, self.made = [], {}
-        self.seen = _Values(_alike)
+        self.seen = _Values(_reads_same_memory)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
     @property
     def weights(self) -> SavedParts | None:
-        """The split of what is saved over ranks that split weights, if there are such."""
+        """Division of saved tensors over ranks that divide weights; None if there is none."""
         parts = self.parts.weights if isinstance(self.parts, WeightsAndTokens) else self.parts
         return parts if isinstance(parts, SavedParts) else None
 
     def count(self, tensor: Tensor) -> None:
-        """One tensor more: of this call, and of those of the module that saves it."""
+        """Count one saved tensor, of this call and of the module that saves it."""
         self.numbers += 1
         parts, here = self.weights, site()
         split = parts is not None and parts.dim(self.row.fqn, here, tensor) is not None
         self.turns.append(counted(self.turns, here, split))
 
     def elsewhere(self) -> tuple[bool, Turn | None]:
-        """Return whether ranks take other tensors for one than the model, and for which this."""
+        """Return whether ranks identify this tensor otherwise than the model, and with which."""
         same: Mapping[Any, Turn | None] = self.weights.same if self.weights is not None else {}
         key = self.row.fqn, self.turns[-1]
         return key in same, same.get(key)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Give what backward sees of a saved tensor."""
+        """Return what backward sees of a saved tensor."""
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
         if whole and self.elsewhere()[1] not in self.made:
@@ -264,7 +267,7 @@ class _Saved:
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
-        """Round a part as its rank does; one that it has saved before as it did then."""
+        """Round a part as its rank does; a part that was saved before gets its earlier value."""
         apart, first = self.elsewhere()
         made = self.made.setdefault(self.turns[-1], [])
         theirs = self.made.get(first, [])[len(made) : len(made) + 1] if first else []
@@ -278,7 +281,7 @@ class _Saved:
         return value
 
     def coded(self, part: Tensor, held: int) -> Tensor:
-        """Code a part in whole numbers, if they are fewer bytes than those held now."""
+        """Quantise a part, if that takes fewer bytes than `held`."""
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part
@@ -291,8 +294,8 @@ class _Saved:
     def counts(self, tensor: Tensor) -> bool:
         """Return whether a tensor is an activation.
 
-        None are weights, however cast, tensors given without a gradient, and those of experts that
-        ranks share out.
+        Not activations: weights, also cast ones; inputs without a gradient; tensors of experts that
+        are divided over ranks.
         """
         if _experts.get():
             return False
@@ -300,14 +303,14 @@ class _Saved:
         mine = tensor.untyped_storage().data_ptr()
         if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
             return False
-        floats = tensor.is_floating_point() and tensor.numel() > 0 and _sized(tensor)
+        floats = tensor.is_floating_point() and tensor.numel() > 0 and _has_no_placeholders(tensor)
         return floats and not any(_is_cast(one, tensor) for one in held)
 
 
-_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether such run
+_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether experts run
 
 
-def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _mark_experts(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     token = _experts.set(True)
     try:
         return inner(*args, **kwargs)
@@ -316,9 +319,9 @@ def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _saving(saved: _Saved) -> Iterator[None]:
-    """Saved tensors are remembered by their first value: the same view is coded once."""
-    seen = _Values(_alike)
+def _quantizing(saved: _SavedTensors) -> Iterator[None]:
+    """Replace saved tensors by their stored values; the same view is quantised once."""
+    seen = _Values(_reads_same_memory)
 
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
@@ -336,13 +339,13 @@ def _saving(saved: _Saved) -> Iterator[None]:
         yield
 
 
-def _sized(tensor: Tensor) -> bool:
-    """Return whether no value of a tensor stands for none, as in a mask of scores."""
+def _has_no_placeholders(tensor: Tensor) -> bool:
+    """Return whether a tensor has no placeholder values, as the minimum in a score mask is."""
     return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
 
 def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
-    """Return whether a tensor is this weight, or its transpose, with fewer bits."""
+    """Return whether a tensor is this weight, or its transpose, in fewer bits."""
     if tensor.dtype.itemsize != 2 or weight.dtype.itemsize != 4 or weight.dim() != tensor.dim():
         return False
     made = weight.detach().to(tensor.dtype)
@@ -350,29 +353,31 @@ def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
     return any(one.shape == tensor.shape and bool((one == tensor).all()) for one in forms)
 
 
-def _alike(one: Tensor, two: Tensor) -> bool:
-    """The same numbers in memory, read in the same order."""
+def _reads_same_memory(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors read the same memory in the same order."""
     if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
         return False
-    return bool((_places(one) == _places(two)).all())
+    return bool((_memory_offsets(one) == _memory_offsets(two)).all())
 
 
-def _places(tensor: Tensor) -> Tensor:
-    """List the places of all elements in memory, in order, counted from the first."""
+def _memory_offsets(tensor: Tensor) -> Tensor:
+    """Return the memory offsets of all elements, relative to the first."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
 
-def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_quantized(
+    saved: _SavedTensors, inner: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     saved.begin((args, kwargs))
-    with _saving(saved):
+    with _quantizing(saved):
         return inner(*args, **kwargs)
 
 
 def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = None) -> Tensor:
-    """A tensor as its whole numbers say it: in each block the least value and so many steps."""
+    """Quantise a tensor: each block has a minimum, a step, and whole numbers of steps."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         digits = 53 if work == torch.float64 else 24
@@ -383,17 +388,17 @@ def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = 
         least, step, moved = (
             torch.cat(parts)
             for parts in zip(
-                _blocks(flat[:end].view(-1, row.block), drawn[:end], row),
-                _blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
+                _quantize_blocks(flat[:end].view(-1, row.block), drawn[:end], row),
+                _quantize_blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
             )
         )
-        numbers = _taken(moved, row, (tipped or {}).get(stream))
+        numbers = _round_down(moved, row, (tipped or {}).get(stream))
         found = least + step * numbers.clamp(0, 2**row.bits - 1)
         return found.to(tensor.dtype).view(tensor.shape)
 
 
-def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    """Give for every element of blocks, one a row: the least, the step, what is rounded down."""
+def _quantize_blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each element of blocks (one a row): minimum, step, value to round down."""
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
     steps = torch.where(step > 0, (values - least) / step, 0.0)
@@ -401,8 +406,8 @@ def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, T
     return least.expand_as(values).flatten(), step.expand_as(values).flatten(), moved
 
 
-def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The whole numbers, where two are as near the one that a rank took."""
+def _round_down(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Round down; where a value is midway, take the number that a rank took."""
     numbers = torch.floor(moved)
     if noted is not None:
         places, theirs = (one[noted[0] < moved.numel()] for one in noted)

@@ -1,6 +1,6 @@
-"""Tell what the original itself lacks before it is compared: a finite loss, finite gradients, any.
+"""Check that the original can be compared: a trainable parameter, finite loss, finite gradients.
 
-A loss that is no number is that of every program, wrong or right, so that nothing could be proven.
+If the original's loss is not finite, so is every program's, and nothing can be proven.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedlang.passes.verify.sides import Case, alone
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.tracing.meta import tensors_in
 
-_SHOWN = 3  # names in a message
+_MOST_NAMES = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
 _UNBOUND = (
     "a derivative without bound, as that of `sqrt` at 0 behind a `where`: replace what goes into "
@@ -27,12 +27,12 @@ _UNBOUND = (
 )
 
 
-def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> None:
+def check_original(case: Case, conditions: Sequence[Condition], seen: Observation) -> None:
     """Refuse batches on which the original trains without a finite loss or gradient (S707).
 
-    `seen` is what it showed in float64; the first condition has the batches as they are given.
+    `seen` is the original's observation in float64. The first condition has the batches as given.
     """
-    first = {k: v for k, v in seen.tensors.items() if k.condition == told[0].name}
+    first = {k: v for k, v in seen.tensors.items() if k.condition == conditions[0].name}
     for key, value in first.items():
         if key.kind in ("loss", "gradients") and value is not None and not _finite(value):
             check_batch(case, key.step)
@@ -51,7 +51,7 @@ def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> 
 
 
 def check_trained(case: Case) -> Case:
-    """The case; refuse a model that no step changes (S710)."""
+    """Refuse a model that no step changes (S710); else return the case."""
     parameters = list(case.plan.model.model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise Refusal(
@@ -69,15 +69,15 @@ def check_trained(case: Case) -> Case:
 
 
 def check_batch(case: Case, place: int) -> None:
-    """Refuse one of the batches on which the original, as it stands, is not finite (S707)."""
+    """Refuse a batch on which the original's loss or gradients are not finite (S707)."""
     batch = case.batches[place]
-    look = _looked(case, batch)
+    look = _run_watched(case, batch)
     lost = [name for name, grad in look.gradients.items() if not _finite(grad)]
     if math.isfinite(look.loss) and not lost:
         return
     if math.isfinite(look.loss):
         title = "the original's gradients are not finite"
-        some = quoted(lost, _SHOWN)
+        some = quoted(lost, _MOST_NAMES)
         cause = f"the loss is {look.loss:.4g}, and the gradient of {some} is not finite"
         helps = [_UNBOUND]
     else:
@@ -90,27 +90,27 @@ def check_batch(case: Case, place: int) -> None:
 
 @dataclass
 class _Look:
-    """One forward and backward of the original: loss, gradients, where NaN or inf is first met."""
+    """One forward and backward of the original: loss, gradients, first place of NaN or inf."""
 
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    first: str | None = None  # where, and how many elements
+    first: str | None = None  # place and number of elements
 
 
-def _looked(case: Case, batch: Batch) -> _Look:
+def _run_watched(case: Case, batch: Batch) -> _Look:
     look = _Look()
     with alone(case) as subject:
         for name, child in subject.module.named_modules():
             if name:
-                child.register_forward_hook(_noting(look, name))
+                child.register_forward_hook(_watch_module(look, name))
         look.loss = float(subject.derive(batch, range(rows(batch))))
         found = subject.gradients()
     look.gradients = {name: grad for name, grad in found.items() if grad is not None}
     return look
 
 
-def _noting(look: _Look, name: str) -> Any:
-    """A hook that notes where NaN or inf first goes in or comes out; masks may hold -inf."""
+def _watch_module(look: _Look, name: str) -> Any:
+    """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
         for words, value in (("what goes into", given), ("the output of", out)):
@@ -128,7 +128,7 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
     if wrong:
         value = given[wrong[0]]
         count = int((~value.isfinite()).sum())
-        some = quoted(wrong, _SHOWN)
+        some = quoted(wrong, _MOST_NAMES)
         yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
         yield "mend what makes the batch, or leave such rows out"
         return

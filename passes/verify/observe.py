@@ -1,4 +1,7 @@
-"""Observe: run one protocol of training, and write down all that can be compared."""
+"""Run training conditions on a subject and record everything that can be compared.
+
+Both sides of a proof are observed here: the original in this process, the program on its ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from schedlang.runtime.batch import dotted
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
 
-DISTINCT = "distinct draws"  # of one side: that no two of them are one
-NATIVE = "native draws"  # of training: who draws alike, and who apart
-HIDDEN = "hidden buffers"  # those that a state dict leaves out
+DISTINCT = "distinct draws"  # on one side: no two streams are equal
+NATIVE = "native draws"  # in training: equal on replicas, distinct elsewhere
+HIDDEN = "hidden buffers"  # buffers that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
 MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
@@ -26,7 +29,7 @@ MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
 
 @runtime_checkable
 class Subject(Protocol):
-    """Something that trains: the original, or a program whose ranks all call alike.
+    """Something that trains: the original, or a program whose ranks all make the same calls.
 
     Names are the original's; a tied weight has its name in `named_parameters`.
     """
@@ -38,39 +41,39 @@ class Subject(Protocol):
         """The output of the last training step, structured as the model's own."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One optimizer step in training mode; the loss of the whole batch."""
+        """Do one optimizer step in training mode; return the loss of the full batch."""
 
     def eval_step(self, batch: Batch) -> Any:
-        """The model's output for the whole batch in eval mode, the same on every rank."""
+        """Return the model's output for the full batch in eval mode, the same on every rank."""
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients as the last step left them (clipped), of every trainable parameter."""
+        """Return full gradients of trainable parameters as the last step left them (clipped)."""
 
     def input_gradients(self) -> Mapping[str, Tensor | None] | None:
-        """Gradients of the batch's float tensors by key; None if they cannot be had."""
+        """Return gradients of the batch's float tensors by key; None if not available."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers."""
+        """Return full parameters and buffers."""
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state, by parameter and slot."""
+        """Return full optimizer state, by parameter and slot."""
 
     def trainable(self) -> Iterable[str]:
-        """Names of the parameters that the optimizer updates."""
+        """Return the names of the parameters that the optimizer updates."""
 
     def replicas(self) -> Mapping[str, float] | None:
-        """Greatest relative difference between copies of a tensor, by name; None if unknown."""
+        """Return the largest relative difference between copies of each tensor; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+    """One training run: fresh parameters, an optimizer, a clip norm, and a batch for each step.
 
-    scale     by what the loss is multiplied
-    evaluate  train in eval mode: no dropout, statistics as they stand
-    follow    float inputs ask for gradients; else they are as training gives them
-    final     what the last step leaves is noted, beside what it computes
-    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    scale     factor of the loss
+    evaluate  train in eval mode: no dropout, fixed statistics
+    follow    float inputs require gradients; otherwise they stay as training gives them
+    final     also record the state after the last step
+    case      the case to run, if it differs from the proof's (some parameters frozen)
     """
 
     name: str
@@ -87,11 +90,12 @@ class Condition:
 def conditions(
     batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
 ) -> tuple[Condition, ...]:
-    """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
+    """Return the standard conditions: SGD without effective clipping, and AdamW with clipping.
 
-    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
-    `others` if there are any, given as training gives them: what asks for no gradient goes other
-    ways (a region that is computed again, a hook on an input, a stage that sends nothing back).
+    SGD shows the scale of gradients; AdamW shows counts and the gradient norm. `norm` is the
+    original's gradient norm for the first batch. AdamW runs on `others` if given, with inputs as
+    training gives them: an input without a gradient takes other code paths (recomputed regions,
+    hooks on inputs, stages that send no gradient back).
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
@@ -104,12 +108,12 @@ def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    # with torch's own eps, rounding of a gradient that is zero would be blown up to a difference
+    # with torch's default eps, roundings of a zero gradient would be magnified
     return torch.optim.AdamW(_groups(named), lr=0.003, eps=1e-5)
 
 
 def _groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Two groups with and without decay, parted by name: no layout parts them otherwise."""
+    """Make two parameter groups, with and without weight decay, by name: layouts do not matter."""
     parted: tuple[list[Any], list[Any]] = ([], [])
     for name, parameter in named:
         parted[sum(name.encode()) % 2].append((name, parameter))
@@ -120,7 +124,7 @@ def _groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
 
 
 class Key(NamedTuple):
-    """Name a tensor: its condition, kind and name, and the step after which it was seen."""
+    """Key of a tensor: condition, kind, name, and the step after which it was observed."""
 
     condition: str
     kind: str
@@ -130,22 +134,24 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """All that was seen. A tensor that should be there and is not (a missing gradient) is None."""
+    """Everything that was observed. A tensor that should exist but does not is None."""
 
     tensors: MutableMapping[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
-    # of a side that can tell: from how many streams masks were drawn, and what is wrong with them
+    # the number of random streams of masks, and their faults, if known
     streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
     order: tuple[
         str, ...
     ] = ()  # parameters in the order in which backward finished their gradients
     ties: tuple[tuple[str, ...], ...] = ()
     missing: set[str] = field(default_factory=set)  # kinds that the subject does not offer
-    unread: set[str] = field(default_factory=set)  # types in the output that are no tensors
+    unread: set[str] = field(default_factory=set)  # non-tensor types in the output
     left_out: dict[str, str] = field(default_factory=dict)  # place in the output -> why
-    choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
-    # numbers of activations in fewer bits that roundings tip, if noted
+    choices: Mapping[Any, Tensor] = field(
+        default_factory=dict
+    )  # of discrete operators, if recorded
+    # codes of activations midway between two codes, if recorded
     tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -157,36 +163,37 @@ def observe(
     folder: str | None = None,
     brief: bool = False,
 ) -> Observation:
-    """Run each condition on a fresh subject; without `keep`, as on other ranks, keep nothing.
+    """Run each condition on a fresh subject and return the observation.
 
-    `brief`: what is computed, parameters and buffers; not what else optimizers and ranks hold.
-    In a `folder` large tensors lie in files, and are read when they are asked for.
-    The function modes of the comparison (float64, logical dropout) are for the caller to enter.
+      keep    record; False on ranks other than the first, which only take part
+      brief   record computed tensors, parameters and buffers, no other state
+      folder  write large tensors to files there, and read them on access
+    The caller enters the function modes of the comparison (float64, logical dropout).
     """
     seen = Observation(Tensors(folder)) if folder is not None else Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     for condition in conditions:
         with undrawn():
-            torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
+            torch.manual_seed(0)  # so that draws from torch's generator show in its state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, condition.follow, keep, brief)
+            recorder = _Recorder(seen, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
-                sight.step(subject, step, batch)
+                recorder.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
             if condition.final:
-                sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+                recorder.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
-        del subject, sight  # before another is made
+        del subject, recorder  # before another is made
         if folder is not None:
             released()
     return replace(seen, order=order, ties=ties)
 
 
 @dataclass
-class _Sight:
-    """Writes down one condition."""
+class _Recorder:
+    """Recorder of one condition."""
 
     seen: Observation
     condition: str
@@ -195,7 +202,10 @@ class _Sight:
     brief: bool = False
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
-        """One training step; before the first one the output, behind it names and state."""
+        """Train one step and record it.
+
+        The first step also records the output before it, and names and state after it.
+        """
         if step == 0:
             self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
@@ -215,10 +225,10 @@ class _Sight:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
-        """Note what the last step leaves: the output, state, also the optimizer's, the draws.
+        """Record the state after the last step: output, parameters, optimizer, random draws.
 
-        State as it is saved: an evaluation may write into it, too (rows of a table that are longer
-        than `max_norm`).
+        State is read after an evaluation, because an evaluation may change it (an embedding with
+        `max_norm`).
         """
         self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
         if step or not self.brief:
@@ -232,11 +242,11 @@ class _Sight:
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
-        if self.keep and hasattr(subject, "streams") and (told := subject.streams())[0]:
-            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = told
+        if self.keep and hasattr(subject, "streams") and (streams := subject.streams())[0]:
+            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = streams
 
     def state(self, subject: Subject, step: int) -> None:
-        """Parameters, buffers, and copies of them on other ranks."""
+        """Record parameters, buffers, and differences between copies on ranks."""
         trainable = set(subject.trainable())
         state = subject.state_dict()
         if step == 0 and not self.brief:
@@ -254,41 +264,41 @@ class _Sight:
                 self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
 
     def asked(self, subject: Any, question: str, kind: str) -> Any:
-        """Ask a subject what it need not be able to say; if it is not, the kind is missing."""
+        """Call an optional method of a subject; without it, mark the kind as missing."""
         if hasattr(subject, question):
             return getattr(subject, question)()
         self.seen.missing.add(kind)
         return {}
 
     def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
-        """The tensors and numbers in an output, and what it leaves out."""
+        """Record the tensors and numbers of an output, and what the output leaves out."""
         self.tensors(kind, step, dict(flattened(output, self.seen.unread)))
         self.seen.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
-        """Several of one kind, by name."""
+        """Record several tensors of one kind, by name."""
         for name, value in values.items():
             self.tensor(kind, step, name, value)
 
     def tensor(self, kind: str, step: int, name: str, value: Any) -> None:
-        """A copy of one tensor or number; None if there is none."""
+        """Record a copy of one tensor or number, or None."""
         if not self.keep:
             return
         if value is not None:
-            # a copy: what is compared must not be what the next step changes, or the other side's
+            # a copy: the next step, or the other side, may change the tensor
             if isinstance(value, float):
                 value = torch.tensor(value, dtype=torch.float64)
             value = torch.as_tensor(value).detach().to("cpu", copy=True)
         self.seen.tensors[Key(self.condition, kind, step, name)] = value
 
     def names(self, kind: str, names: Iterable[str]) -> None:
-        """A set of names."""
+        """Record a set of names."""
         if self.keep:
             self.seen.sets[Key(self.condition, kind, 0, "")] = frozenset(names)
 
 
 def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
-    """The tensors and numbers in an output, by path; other types are named in `unread`."""
+    """Yield the tensors and numbers of an output by path; name other types in `unread`."""
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, (Tensor, int, float)):
             yield dotted(path) or "output", leaf

@@ -1,4 +1,4 @@
-"""The original as a subject of observation: a plain training loop around the untouched model."""
+"""The original as a subject of observation: a plain training loop of the untouched model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ _UNTRAINED = Diagnostic(
 
 
 class Sequential:
-    """A module with the plainest loop: forward, loss, backward, clip, step.
+    """A module with the plainest training loop: forward, loss, backward, clip, step.
 
-    `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode; without
-    `follow` float inputs ask for no gradient.
-    `dropout`, under which it runs, is asked for its draws.
+    module    is trained in place, so pass a copy
+    loss      loss(output, batch); not needed if the model returns its loss
+    scale     factor of the loss
+    evaluate  train in eval mode
+    follow    float inputs require gradients
+    dropout   the mode under which the module runs; it reports the draws
     """
 
     def __init__(
@@ -57,22 +59,22 @@ class Sequential:
         self.dropout = dropout
         if dropout is not None:
             dropout.noted, dropout.begun = {}, {}
-        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._optimizer = optimizer(self._named) if optimizer else None
+        self._parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._optimizer = optimizer(self._parameters) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
-        self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes into
-        self.changed: set[str] = set()  # plain attributes that it changes
+        self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes to
+        self.changed: set[str] = set()  # plain attributes that a forward changes
         self.ties = tied(module)
         self.output: Any = None  # of the last training step
         self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
-        self._evaluated = (0, 0)  # at which step, and how often
+        self._evaluated = (0, 0)  # step, number of evaluations
         named_sites(module)
 
     def train_step(self, batch: Batch) -> Tensor:
-        """Forward, loss, backward, clip and step on the whole batch; the loss."""
+        """Do forward, loss, backward, clip and step on the full batch; return the loss."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
         loss = self.derive(batch, range(rows(batch)))
         self._clip()
@@ -82,76 +84,78 @@ class Sequential:
 
     def _clip(self) -> None:
         most = math.inf if self.clip is None else self.clip
-        self.grad_norm = clip_grad_norm_([p for _, p in self._named], most)
+        self.grad_norm = clip_grad_norm_([p for _, p in self._parameters], most)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
-        """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        self._switch()
+        """Return the loss of a part of a batch in training mode; gradients are in `gradients()`.
+
+        No optimizer step is made.
+        """
+        self._set_mode()
         self.module.zero_grad(set_to_none=True)
         given = self._given(batch)
-        with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
+        with entered(Scope(self._steps, 0, tuple(samples))), self._record_order():
             self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().reshape(())  # one number, of whatever dims
+        return loss.detach().reshape(())  # a loss may have dims of size 1
 
-    def _switch(self) -> None:
+    def _set_mode(self) -> None:
         self._training.off() if self.evaluate else self._training.on()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
-        """The batch with float tensors of its own, with gradients if it follows them."""
+        """Return the batch with fresh float tensors, which require gradients if `follow` is set."""
         given: dict[str, Any] = followed(batch, self.follow)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         return given
 
     def norm(self, batch: Batch) -> float:
-        """The norm of all gradients of a batch; buffers are changed as by a forward."""
+        """Return the norm of all gradients of a batch; buffers change as in a forward."""
         self.derive(batch, range(rows(batch)))
-        return float(get_total_norm([p.grad for _, p in self._named if p.grad is not None]))
+        return float(get_total_norm([p.grad for _, p in self._parameters if p.grad is not None]))
 
     def eval_step(self, batch: Batch) -> Any:
-        """The output in eval mode."""
+        """Return the output in eval mode."""
         self._training.off()
-        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._evaluation())
+        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._next_evaluation())
         with torch.no_grad(), entered(here):
             return called(self.module, batch)
 
-    def _evaluation(self) -> int:
-        """The how manyth evaluation since the last step begins."""
+    def _next_evaluation(self) -> int:
+        """Return the number of this evaluation since the last step."""
         step, count = self._evaluated
         self._evaluated = self._steps, count + 1 if step == self._steps else 1
         return self._evaluated[1]
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Return the gradients as the last step left them."""
-        return {name: p.grad for name, p in self._named}
+        return {name: p.grad for name, p in self._parameters}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
-        """Gradients of the float tensors in the last batch."""
+        """Return gradients of the float tensors of the last batch."""
         return {name: x.grad for name, x in self._inputs.items()}
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The module's own."""
+        """Return the module's state dict."""
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """All of them, also those that the state dict leaves out."""
+        """Return all buffers, also those that the state dict leaves out."""
         return dict(self.module.named_buffers())
 
     def generators(self) -> Mapping[str, Tensor]:
-        """Torch's own, and those of the module."""
+        """Return the states of torch's generator and of the module's generators."""
         return generators(self.module)
 
     def draws(self) -> list[str]:
-        """The masks drawn, in words."""
+        """Return descriptions of the masks drawn."""
         return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
 
     def streams(self) -> tuple[int, list[str]]:
-        """Return the number of streams that masks were drawn from, and the streams that are not
-        distinct."""
+        """Return the number of random streams of masks, and descriptions of equal streams."""
         begun = (self.dropout.begun or {}) if self.dropout is not None else {}
         return len(begun), repeated(begun)
 
@@ -159,23 +163,23 @@ class Sequential:
         """Return the optimizer's state by parameter name."""
         assert self._optimizer is not None
         state = self._optimizer.state
-        return {name: state[p] for name, p in self._named if p in state}
+        return {name: state[p] for name, p in self._parameters if p in state}
 
     def trainable(self) -> list[str]:
-        """Parameters that require a gradient."""
-        return [name for name, _ in self._named]
+        """Return the names of parameters that require a gradient."""
+        return [name for name, _ in self._parameters]
 
     def replicas(self) -> Mapping[str, float]:
         """Return no differences: there is one copy of everything."""
         return {}
 
     @contextmanager
-    def _noting_order(self) -> Iterator[None]:
-        """Note, once, in which order backward finishes the gradients."""
+    def _record_order(self) -> Iterator[None]:
+        """Record, once, the order in which backward finishes the gradients."""
         order: list[str] = []
         handles = [
             p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore
-            for name, p in self._named
+            for name, p in self._parameters
             if not self.order
         ]
         try:
@@ -186,7 +190,7 @@ class Sequential:
 
 
 def loss_of(output: Any, batch: Batch) -> Tensor:
-    """The loss that a model returns: its output if a single number, else what it calls `loss`."""
+    """Return the loss that a model returns: a single number, or `loss` of its output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -196,17 +200,17 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 
 def rows(batch: Batch) -> int:
-    """The number of samples of a batch: the common size of dim 0 of its tensors."""
+    """Return the number of samples of a batch: the most common size of dim 0."""
     sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
 
 
 def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
-    """The batch with the first row of each part in the place of the part's others.
+    """Repeat the first row of each part in all rows of the part.
 
-    What parts add up, of a mask or of counts, then differs as far as single rows do.  None of a
-    batch that is no plain dict of tensors: what its samples share, edges of graphs say, is unknown.
+    Sums over parts, of a mask or of counts, then differ as much as single rows do. Returns None for
+    a batch that is no plain dict of tensors, because its samples may share data (edges of graphs).
     """
     if not pytree.flat(batch):
         return None
@@ -220,7 +224,7 @@ def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
 
 
 def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of one parameter."""
+    """Return groups of names of one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -228,10 +232,10 @@ def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def randomised(module: nn.Module, seed: int) -> nn.Module:
-    """A copy with other parameters, so that no zero bias and no unit gain can hide a mistake.
+    """Copy a module with other parameters, so that no zero bias and no unit gain hides a mistake.
 
-    Each is changed by noise of its own size, matrices at least by 1/2 per square root of their
-    width, vectors by 1/10; the noise of a parameter depends on its name alone.
+    Each parameter gets noise of its own size: matrices at least 1/2 per square root of their width,
+    vectors at least 1/10. A parameter's noise depends on its name and the seed alone.
     """
     twin = copied(module)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Outputs of units of earlier stages, found once before there are ranks: for all shapes of a proof.
+"""Precompute outputs of earlier pipeline stages for all batch shapes, before ranks start.
 
-A rank of a later stage runs units of earlier ones without values when a batch of a new shape comes.
-All ranks of a stage find the same then, and this process has looked at most of it already.
+For a batch of a new shape, a rank of a later stage runs the units of earlier stages on the meta
+device. All ranks of a stage would find the same, so the results are computed once and sent to them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from schedlang.runtime.tracing.units import Switch
 from schedlang.runtime.training import Training
 
 Given = Sequence[Batch]
-Run = tuple[Case, Given, Given]  # what trains, and what is evaluated
+Run = tuple[Case, Given, Given]  # the case, training batches, evaluation batches
 
 
 def with_outputs(
-    case: Case, working: Case | None, told: Sequence[Condition]
+    case: Case, working: Case | None, conditions: Sequence[Condition]
 ) -> tuple[Case, Case | None, tuple[Condition, ...]]:
-    """The cases and conditions of a proof, which know the outputs that their ranks will ask for.
+    """Return the cases and conditions with the stage outputs that their ranks will need.
 
-    What cannot be found here is left to the ranks, which say why.
+    What cannot be computed here is left to the ranks, which report the error.
     """
-    first = case.batches[:1]  # on which what was saved is evaluated
+    first = case.batches[:1]  # evaluated with the saved state
     exact: list[Run] = []
-    for condition in told:
+    for condition in conditions:
         run, given = condition.case or case, condition.batches
         trains: Given = () if condition.evaluate else given
         evaluates: Given = given if condition.evaluate else given[:1]
@@ -52,10 +52,10 @@ def with_outputs(
         for run, trains, evaluates in runs:
             assert run.prepared is not None
             known = made.setdefault(id(run.prepared), run.prepared)
-            if not _shared(run):
+            if not _is_shared(run):
                 continue
-            with suppress(Exception), ambient(*modes):  # what the model raises it raises on ranks
-                found = _met(run, trains, evaluates)
+            with suppress(Exception), ambient(*modes):  # ranks raise the model's error again
+                found = _stub_outputs(run, trains, evaluates)
                 made[id(run.prepared)] = replace(known, outputs={**known.outputs, **found})
 
     def knowing(one: Case) -> Case:
@@ -64,15 +64,16 @@ def with_outputs(
     return (
         knowing(case),
         working and knowing(working),
-        tuple(replace(one, case=one.case and knowing(one.case)) for one in told),
+        tuple(replace(one, case=one.case and knowing(one.case)) for one in conditions),
     )
 
 
-def _shared(run: Case) -> bool:
-    """Whether several ranks ask alike: not where slices, their rank or casts around units decide.
+def _is_shared(run: Case) -> bool:
+    """Return whether several ranks need the same outputs, so that precomputing pays.
 
-    Under autocast a unit gives another dtype for the same arguments, and what casts the model as a
-    whole stands around the ranks' own.
+    That excludes slices of sequences, splits of tokens, and casts. Under autocast a unit returns
+    another dtype for the same arguments, and a cast of the full model surrounds the ranks' own
+    modules.
     """
     plan, prepared = run.plan, run.prepared
     if prepared is None or prepared.staged.axis is None or plan.casts:
@@ -81,8 +82,8 @@ def _shared(run: Case) -> bool:
     return alike and plan.mesh.world > plan.mesh.size(prepared.staged.axis)
 
 
-def _met(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
-    """Return what stand-ins find in a forward of each part of the batches."""
+def _stub_outputs(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
+    """Return the outputs of stage stand-ins in a forward of one part of each shape."""
     assert run.prepared is not None
     plan, cut = run.plan, run.prepared.staged.cut
     model = copied(plan.model.model)

@@ -1,11 +1,11 @@
-"""One probe: the original, run on a batch and on the parts that ranks make of it, and compared.
+"""Check that the parts of a batch make the same loss and gradients as the whole batch.
 
-copy        a twin of the original in float64, with logical draws, as a proof runs it; or alone,
-            as its user calls it, where it is asked whose fault a difference is
-inputs      a batch, its parts, and what each part weighs
-hypotheses  the weighed parts make the whole: loss and gradients (S703), the buffers that a
-            forward writes (S708), and each call of torch in between, to tell the line
-compare     tensor by tensor, relative error at most RTOL
+copy        of the original in float64, with logical draws, as a proof runs it; or the model
+            alone, as its user calls it, to find whose fault a difference is
+inputs      a batch, its parts, and the weight of each part
+hypotheses  the weighted parts equal the whole: loss and gradients (S703), buffers that a forward
+            writes (S708), and each torch call in between, to find the line
+comparison  tensor by tensor, relative error at most RTOL
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from schedlang.runtime.rng.logical_dropout import Alone, ByRow
 from schedlang.runtime.tracing.meta import meta_model, model_line, name_of
 from schedlang.runtime.training import Training
 
-Derived = dict[str, Tensor | None]  # the loss under "", and gradients by name
+Derived = dict[str, Tensor | None]  # loss under "", gradients by name
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Probe:
 
     case: Case
     batch: Batch
-    changed: set[str] = field(default_factory=set, compare=False)  # attributes, by a forward
+    changed: set[str] = field(
+        default_factory=set, compare=False
+    )  # attributes that a forward changes
 
     @cached_property
     def shares(self) -> list[list[Part]]:
@@ -74,7 +76,7 @@ class Probe:
 
     @property
     def parts(self) -> list[Part]:
-        """All of them, those of one rank after the other."""
+        """All microbatches, rank after rank."""
         return [part for share in self.shares for part in share]
 
     @cached_property
@@ -92,9 +94,10 @@ class Probe:
         return found
 
     def together(self) -> list[Derived] | None:
-        """Weighed losses and gradients of parts that share their sums; None: they share none.
+        """Return weighted losses and gradients of parts that share sums; None if they share none.
 
-        Each part runs on a copy of its own in a thread of this process; they meet at each sum.
+        Each part runs on its own copy in a thread of this process; the threads wait for each other
+        at each sum.
         """
         case, parts, total = self.case, self.parts, sum(self.weights)
         assert case.prepared is not None
@@ -106,11 +109,11 @@ class Probe:
         def run(place: int) -> Derived:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, beside=True, scale=share) as subject, no_labels(share):
+                with alone(case, in_thread=True, scale=share) as subject, no_labels(share):
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:
-                meeting.barrier.abort()  # the others would wait for this one
+                meeting.barrier.abort()  # otherwise the other threads wait forever
                 raise
 
         kept = kept_outside(case.plan.model.model, case.loss)
@@ -118,14 +121,14 @@ class Probe:
             return list(threads.map(run, range(len(parts))))
 
     def disagreement(self, evaluate: bool = False) -> Row | None:
-        """The first of loss and gradients that the weighed parts do not give as the whole does."""
+        """Return the first of loss and gradients that differs between weighted parts and whole."""
         if len(self.parts) == 1:
             return None
         with alone(self.case, evaluate=evaluate) as subject:
             return self.differs(subject)
 
     def differs(self, subject: Sequential, whole: Derived | None = None) -> Row | None:
-        """See `disagreement`: on this subject, which has derived the `whole` already if given."""
+        """Return `disagreement` on this subject; `whole` are its loss and gradients, if known."""
         if len(self.parts) == 1:
             return None
         given = self.batch, self.parts, self.weights, self.together()
@@ -134,7 +137,7 @@ class Probe:
         return next((row for row in found if not row.ok), None)
 
 
-# ---- The parts make the whole: loss and gradients.
+# ---- Loss and gradients of parts and whole.
 
 
 def parts_agree(
@@ -147,10 +150,10 @@ def parts_agree(
     whole: Derived | None = None,
     rtol: float = RTOL,
 ) -> tuple[Row, ...]:
-    """Compare loss and gradients of a batch with the weighed means of those of its parts.
+    """Compare loss and gradients of a batch with the weighted sums of those of its parts.
 
-    Buffers are put back as they were. `weighed` are the losses and gradients of the parts, times
-    their weights, where they were derived together; `whole` those of the batch, where known.
+    Buffers are restored. `weighed` are the weighted losses and gradients of parts that were derived
+    jointly; `whole` are those of the batch, if known.
     """
     name = f"{len(parts)} parts"
     whole = whole or derived(subject, batch, range(rows(batch)))
@@ -164,7 +167,7 @@ def parts_agree(
             },
             order=subject.order,
         )
-        for found in (whole, _added(weighed))
+        for found in (whole, _add_parts(weighed))
     ]
     return tuple(tensor_rows(sides[0], sides[1], rtol, exact=False))
 
@@ -172,14 +175,14 @@ def parts_agree(
 def weighed_shares(
     subject: Sequential, parts: Sequence[Part], weights: Sequence[float]
 ) -> Iterator[tuple[int, Derived]]:
-    """Yield what each part that weighs something adds to loss and gradients, with its number."""
+    """Yield the weighted loss and gradients of each part with a nonzero weight, and its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
             found, share = derived(subject, part.inputs, part.rows), weight / sum(weights)
             yield number, {key: None if x is None else x * share for key, x in found.items()}
 
 
-def _added(shares: Iterable[Derived]) -> Derived:
+def _add_parts(shares: Iterable[Derived]) -> Derived:
     total: Derived = {}
     for found in shares:
         for key, share in found.items():
@@ -189,27 +192,27 @@ def _added(shares: Iterable[Derived]) -> Derived:
 
 
 def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
-    """Loss and gradients of one run; buffers are put back."""
+    """Return loss (under "") and gradients of one run; restore buffers."""
     with buffers_put_back(subject):
         found: Derived = {"": subject.derive(batch, tuple(samples)).clone()}
         found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
     return found
 
 
-# ---- The same of the model alone: whether it shows what our runs show.
+# ---- The same comparison with the model alone.
 
 
 SEEDS = (0, 1)
-MUCH = 1e-3  # of what our runs show, what the model alone has to show at least
+MUCH = 1e-3  # of the gap in our runs, which the model alone must show
 UNTOLD = float("inf")
 
 
 def gap_alone(probe: Probe) -> float:
-    """Return the relative gap of loss and gradients between the parts, weighed, and the whole.
+    """Return the relative gap between weighted parts and the whole, for the model alone.
 
-    None of our loops, meetings, dtypes and logical draws takes part, so that what they do wrong is
-    not said of the model; what it draws it draws by row.  `UNTOLD` where it draws in other ways, or
-    does not run without a mode.
+    None of our loops, threads, dtypes and logical draws takes part, so that our mistakes are not
+    blamed on the model. Random draws are made by row. Returns `UNTOLD` if the model draws otherwise
+    or cannot run without a mode.
     """
     case, parts, weights = probe.case, probe.parts, probe.weights
     module = twin(case)
@@ -217,24 +220,24 @@ def gap_alone(probe: Probe) -> float:
     every = [row for part in parts for row in part.rows]
     try:
         with undrawn():
-            whole, again = (_called(case, module, probe.batch, every, seed) for seed in SEEDS)
+            whole, again = (_run_model(case, module, probe.batch, every, seed) for seed in SEEDS)
             if not _gap(whole, again) <= RTOL:
                 return UNTOLD
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
-                found = _called(case, module, part.inputs, part.rows) if weight else {}
+                found = _run_model(case, module, part.inputs, part.rows) if weight else {}
                 for name, value in found.items():
                     share = value * (weight / sum(weights))
                     added[name] = added.get(name, torch.zeros(())) + share
-    except Exception:  # whatever the model raises where no mode carries it
+    except Exception:  # any error of the model without our modes
         return UNTOLD
     return _gap(added, whole)
 
 
-def _called(
+def _run_model(
     case: Case, module: nn.Module, batch: Mapping[str, Any], rows: Sequence[int], seed: int = 0
 ) -> dict[str, Tensor]:
-    """The loss of rows of a batch, under "", and its gradients; the module stays as it is."""
+    """Return loss (under "") and gradients of rows of a batch; the module does not change."""
     torch.manual_seed(seed)
     fresh = copied(module)
     with ambient(Alone(ByRow(rows))):
@@ -245,7 +248,7 @@ def _called(
 
 
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Return the gap of tensors, each relative to its size; of small ones to the largest size."""
+    """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
         return UNTOLD
     most = max(float(value.norm()) for value in b.values())
@@ -253,35 +256,35 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max((gap if gap == gap else UNTOLD for gap in gaps), default=0.0)
 
 
-# ---- Each call of torch: the line of a model at which rows of a batch meet.
+# ---- The model's line at which rows of a batch mix.
 
 
-MOST = 1 << 26  # numbers that are kept of one pass; of more nothing is told
-Call = tuple[str, str, Tensor]  # the function, the model's line, what it gave
+MOST = 1 << 26  # elements stored of one pass; beyond that no line is searched
+Call = tuple[str, str, Tensor]  # function, the model's line, result
 
 
 def line_where_rows_meet(probe: Probe) -> str:
-    """The first call whose result for the whole batch is not made of those of the parts.
+    """Return the first call whose result for the whole batch is not made of the parts' results.
 
-    A result with rows should be that of the parts, one after the other; one without should be alike
-    in all, or their mean by weight.  "" where no line can be told: parts take other ways.
+    A result with rows should be the concatenation of the parts'; one without rows should be equal
+    in all parts, or their weighted mean. Returns "" if parts take other code paths.
     """
     parts = probe.parts
-    whole = _calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
-    each = [_calls(probe.case, part.inputs, part.rows) for part in parts]
+    whole = _record_calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
+    each = [_record_calls(probe.case, part.inputs, part.rows) for part in parts]
     if whole is None or any(one is None or len(one) != len(whole) for one in each):
         return ""
     for place, (name, line, value) in enumerate(whole):
         found = [one[place] for one in each if one is not None]
         if any(other[0] != name for other in found):
             return ""
-        if line and not _made_of(value, [other[2] for other in found], probe.weights):
+        if line and not _is_made_of(value, [other[2] for other in found], probe.weights):
             return f"`{name}`, at {line}"
     return ""
 
 
-def _calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
-    """The calls of the original on some rows, in order; None where they give too much."""
+def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
+    """Return the original's calls on some rows, in order; None if their results are too large."""
     calls: list[Call] = []
 
     class Noting(TorchFunctionMode):
@@ -304,10 +307,12 @@ def _calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
     return calls if noting.kept <= MOST else None
 
 
-def _made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
+def _is_made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
     if all(part.shape == whole.shape for part in parts):
         mean = sum(part * weight for part, weight in zip(parts, weights)) / sum(weights)
-        return all(_same(part, whole) for part in parts) or _same(torch.as_tensor(mean), whole)
+        return all(_is_close(part, whole) for part in parts) or _is_close(
+            torch.as_tensor(mean), whole
+        )
     ndims = {part.ndim for part in parts}
     if ndims != {whole.ndim}:
         return False
@@ -315,30 +320,30 @@ def _made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -
     if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
         return False
     (dim,) = dims
-    if _same(torch.cat(list(parts), dim), whole):
+    if _is_close(torch.cat(list(parts), dim), whole):
         return True
-    rows = [part.shape[dim] for part in parts]  # or rows are counted first: [tokens, rows]
+    rows = [part.shape[dim] for part in parts]  # the dim may merge [tokens, rows]
     for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
         split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
-        if _same(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
+        if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
             return True
     return False
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= RTOL * float(b.norm()) + 1e-12
 
 
-# ---- What is refused of a model whose parts do not make the whole.
+# ---- Refusals of models whose parts do not make the whole.
 
 
 def check_parts(case: Case) -> Case:
-    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
+    """Return the case; refuse a model whose weighted loss over parts is not that of the whole.
 
-    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
+    If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
-    free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
+    free = replace(case, plan=unlimited(case.plan))  # dropped tokens depend on the full batch
     probe = Probe(free, case.batches[0])
     bad = probe.disagreement()
     if bad is not None:
@@ -347,7 +352,7 @@ def check_parts(case: Case) -> Case:
     if bad is None:
         try:
             if len(probe.parts) > 1:
-                _check_left_behind(probe)
+                _check_state(probe)
             check_sums(case)
             return case
         except Refusal:
@@ -356,18 +361,18 @@ def check_parts(case: Case) -> Case:
     if loose:
         return replace(case, parted=True)
     assert bad is not None
-    _of_the_model(probe, bad)
+    _check_model_alone(probe, bad)
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
-    # parts that share some sums are not alike where they meet
+    # parts that share sums differ from the whole at their sums
     known = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
+    line = "" if known else _try_find_line(Probe(case, case.batches[0]))
     differs = (
         f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
         f" {bad.error:.1e}"
     )
     meet = (f"rows of the batch meet in {line}",) if line else ()
-    if _sums(probe):
+    if _is_sum_loss(probe):
         raise Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
@@ -391,7 +396,7 @@ def check_parts(case: Case) -> Case:
     )
 
 
-def _sums(probe: Probe) -> bool:
+def _is_sum_loss(probe: Probe) -> bool:
     """Return whether the losses of the parts add up to that of the whole, as no mean does."""
     with alone(probe.case) as subject:
         whole = derived(subject, probe.batch, range(rows(probe.batch)))[""]
@@ -401,19 +406,19 @@ def _sums(probe: Probe) -> bool:
     return bool((total - whole).abs() <= RTOL * whole.abs())
 
 
-def _line_if_told(probe: Probe) -> str:
-    """The line where rows meet; an error on the way there must not stand for what is refused."""
+def _try_find_line(probe: Probe) -> str:
+    """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
     try:
         return line_where_rows_meet(probe)
-    except Exception:  # tensors inside of `vmap`, say, which end with it
+    except Exception:  # for example tensors inside `vmap`
         return ""
 
 
 def check_own_parts(case: Case) -> None:
-    """Refuse as `check_parts` where the model's own parameters alone show it, or unlike parts do.
+    """Refuse as `check_parts`, with the model's own parameters, and with unequal parts.
 
-    A hinge, or a clamp, is flat at some parameters; these are the ones that training begins with.
-    A loss over a mask's sum of its own splits well as long as all parts have equal sums.
+    A hinge or a clamp may be flat at randomised parameters; training begins with the model's own. A
+    loss that divides by its own sum of a mask splits correctly if all parts have equal sums.
     """
     if relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
         return
@@ -424,10 +429,10 @@ def check_own_parts(case: Case) -> None:
             check_parts(replace(own, batches=(batch,)))
 
 
-def _of_the_model(probe: Probe, bad: Row) -> None:
-    """Raise an error of our own where the model alone does not show what our runs of it show."""
+def _check_model_alone(probe: Probe, bad: Row) -> None:
+    """Raise an OwnError if the model alone does not show what our runs of it show."""
     found = gap_alone(probe)
-    # a model that computes in fewer bits shows their roundings, and what is much larger is ours
+    # a model in a low dtype shows its roundings; a much larger gap is our mistake
     if found <= max(RTOL, MUCH * bad.error) and found != UNTOLD:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
@@ -438,7 +443,7 @@ def _of_the_model(probe: Probe, bad: Row) -> None:
 
 
 def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
-    """The first module, and its class, that trains by statistics of the rows that it is given."""
+    """Return the name and class of the first module with statistics over rows in training."""
     bare = meta_model(model, {})
     Training(bare).on()
     for fqn, one in bare.named_modules():
@@ -449,7 +454,7 @@ def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
 
 
 def _check_batch_norms(plan: Plan, found: Prepared) -> None:
-    """Refuse (S703) a model with a batch norm that trains by the rows of a part, without a run."""
+    """Refuse (S703) a model with a batch norm over the rows of a part, without running it."""
     first = None if relaxed(plan) else batch_norm(plan.model.model, found.traced)
     if first is not None:
         raise Refusal.of(
@@ -460,9 +465,8 @@ def _check_batch_norms(plan: Plan, found: Prepared) -> None:
         )
 
 
-def _check_left_behind(probe: Probe) -> None:
-    """Refuse a model in whose buffers, or attributes, the parts leave what the whole does not
-    (S708)."""
+def _check_state(probe: Probe) -> None:
+    """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
     ways = directions_of(probe.case.prepared.staged)
     with alone(probe.case) as subject:
@@ -473,16 +477,16 @@ def _check_left_behind(probe: Probe) -> None:
             check_carried(subject, probe.batch, probe.shares, probe.changed, shared)
 
 
-# ---- Asked before ranks train, as `verify` asks it.
+# ---- Checks before ranks train.
 
 
-CHEAP = 10**9  # parameters times numbers of a batch: about a second of one core, both sides in all
+CHEAP = 10**9  # parameters times batch elements: about one second of one core
 
 
 def sound(case: Case) -> Case:
-    """The case with its plan traced once; refuses whatever `verify` refuses before it has ranks.
+    """Prepare a case, and refuse whatever `verify` refuses before ranks start.
 
-    A model that lies on the meta device has no loss to ask for.
+    A model on the meta device has no loss to check.
     """
     made = prepared(case)
     if not _on_meta(made.plan):
@@ -494,11 +498,11 @@ def sound(case: Case) -> Case:
 def cheaply(
     plan: Plan, batch: Mapping[str, Any], found: Prepared, *, loss: Any = None, weight: Any = None
 ) -> None:
-    """Refuse as `verify` does where parts do not make the whole (S703, S708), if soon found out.
+    """Refuse as `verify` does if parts do not make the whole (S703, S708), if cheap to find.
 
-    For `build`, on each rank alike: it runs the model on the whole batch, which for a large one
-    takes as long as steps do, and memory that its ranks may not have.  Of one only its batch norms
-    are looked at; the rest `verify` says.
+    For `build`, on all ranks alike. The check runs the model on the full batch, which for a large
+    model takes as long as steps do, and memory that ranks may not have. A large model is only
+    searched for batch norms; `verify` checks the rest.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
@@ -515,23 +519,23 @@ def cheaply(
             check_parts(widened(case))
             check_own_parts(case)
     except Refusal as refusal:
-        if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
+        if refusal.diagnostic.code in ("S707", "S710"):  # these do not concern parts
             return
         raise
     except Exception as error:
-        # what cannot be copied, or run in float64, trains all the same; an error that the original
-        # alone does not end in is one of what was asked here, or of a part of the batch
-        if isinstance(error, OwnError) or _runs(case):
+        # a model that cannot be copied, or run in float64, may still train; an error that the
+        # original alone does not raise comes from this check, or from a part of the batch
+        if isinstance(error, OwnError) or _original_runs(case):
             raise
 
 
-def _runs(case: Case) -> bool:
-    """Return whether the original runs as a proof runs it, on the whole batch."""
+def _original_runs(case: Case) -> bool:
+    """Return whether the original runs in a proof's setting, on the full batch."""
     try:
         wider = widened(case)
         with alone(wider) as subject:
             derived(subject, wider.batches[0], range(rows(wider.batches[0])))
-    except Exception:  # the question is whether there is any
+    except Exception:  # any error means no
         return False
     return True
 

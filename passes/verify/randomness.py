@@ -1,4 +1,4 @@
-"""Compare what can be of randomness: the draws made, the generators left, native draws."""
+"""Compare random draws and generator states of both sides, and check native draws of training."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from schedlang.runtime.rng.logical_dropout import EVERY, Begun, LogicalDropout, 
 from schedlang.runtime.rng.native import Content, Noted, Noting
 from schedlang.runtime.scope import Moment
 
-# ---- Chance: what can honestly be compared of randomness: the draws made, and the generators
-# left.
+# ---- Draws and generator states.
 
 
 Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) -> samples
 
 
 def generators(module: nn.Module) -> dict[str, Tensor]:
-    """The state of torch's own generator and of those that modules keep as attributes.
+    """Return the states of torch's generator and of generators that modules store as attributes.
 
-    Dropout of a proof is drawn logically, so both sides have to leave them as they were.
+    Dropout of a proof is drawn logically, so both sides must leave generators unchanged.
     """
     found = {"torch": torch.get_rng_state()}
     for path, child in module.named_modules():
@@ -39,42 +38,47 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 
 
 def draws_in_words(noted: Draws) -> list[str]:
-    """Each draw as a text: where, the how manyth, in which step, for which samples."""
+    """Describe each draw: module, call number, step and samples."""
     return [
-        f"`{site or 'model'}` call {call}, {_when(step)}, {_rows(sorted(samples))}"
+        f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text(sorted(samples))}"
         for (step, site, call), samples in noted.items()
     ]
 
 
 def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
-    """Draws that begin as another one does, each with that one, in words; there should be none.
+    """Describe draws whose random streams start equally; there should be none.
 
-    Both sides of a proof draw by one function of step, site, call and sample: where it leaves one
-    of them out they agree, under masks that no training has.  Numbers have 53 bits, so that two
-    streams of a proof do not share one by chance, also where one runs behind the other.
+    Both sides of a proof draw by one function of step, module, call and sample. If that function
+    ignored one of them, both sides would agree, under masks that no training has. Numbers have 53
+    bits, so two streams share none by chance, even if one runs behind the other.
     """
-    found = [f"{_stream(stream)} twice" for stream, one in begun.items() if one.twice]
+    found = [f"{_stream_text(stream)} twice" for stream, one in begun.items() if one.twice]
     first: dict[int, Stream] = {}
     for stream, one in begun.items():
         before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
-        found += [f"{_stream(stream)} as {_stream(min(before, key=str))}"] if before else []
+        found += (
+            [f"{_stream_text(stream)} as {_stream_text(min(before, key=str))}"] if before else []
+        )
     return found
 
 
-def _stream(stream: Stream) -> str:
+def _stream_text(stream: Stream) -> str:
     step, site, call, sample = stream
-    return f"`{site or 'model'}` call {call}, {_when(step)}, {_rows([sample], 'row')}"
+    return f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text([sample], 'row')}"
 
 
-def _when(moment: Moment) -> str:
-    """A step, or an evaluation before it."""
+def _moment_text(moment: Moment) -> str:
+    """Describe a step, or an evaluation before it."""
     if isinstance(moment, int):
         return f"step {moment}"
     return f"evaluation {moment[1]} before step {moment[0]}"
 
 
 def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
-    """The draws of all ranks: each has some samples, some sites, or a slice of the same mask."""
+    """Join the draws of all ranks.
+
+    Each rank draws for some samples, for some modules, or for a part of the same mask.
+    """
     out: dict[tuple[Moment, str, int], set[int]] = {}
     for noted in everyone:
         for key, samples in (noted or {}).items():
@@ -82,13 +86,13 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
     return out
 
 
-def _rows(samples: Sequence[int], word: str = "rows") -> str:
-    """Say in words which rows a draw is for."""
-    return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
+def _rows_text(samples: Sequence[int], word: str = "rows") -> str:
+    """Describe the rows that a draw is for."""
+    return "all rows" if EVERY in samples else f"{word} {_runs_text(samples)}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """Sorted numbers as "0-3,5"."""
+def _runs_text(numbers: Sequence[int]) -> str:
+    """Format sorted numbers as "0-3,5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -109,24 +113,22 @@ def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-# ---- What training draws natively: at the places of the proof, alike on replicas, apart
-# elsewhere.
-# A proof draws masks logically, and training draws otherwise.  So the program, once proven, trains
-# two more steps as training does, with an eye on each draw: which module draws for which samples
-# and which part of the logical mask, and with which number its stream begins.  That number has to
-# be one for the same part of a mask, on all ranks and in each recomputation, and another for any
-# other part.
+# ---- Native draws of training.
+# A proof draws masks logically; training draws from this rank's generators. So the proven program
+# trains two more steps with native draws, and each draw is recorded: module, samples, part of the
+# logical mask, and the first number of its stream. That number must be equal for the same part of a
+# mask, on all ranks and in each recomputation, and different for any other part.
 
 
-STEPS = 2  # masks of one must not be those of the other
-REPLICAS = 1e-9  # by how much copies of a parameter may differ
+STEPS = 2  # the steps must have different masks
+REPLICAS = 1e-9  # relative difference between copies of a parameter
 
 Sites = Mapping[tuple[str, int], set[int]]  # (module, call) -> samples
 
 
 @dataclass(frozen=True)
 class Mine:
-    """One rank's part: what it drew natively, by step what that was, and what it drew logically."""
+    """One rank's draws: native ones by content, native sites by step, and logical sites."""
 
     begun: Mapping[Content, set[float]]
     sites: Sequence[Sites]
@@ -134,10 +136,9 @@ class Mine:
 
 
 def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
-    """Return the number of masks that two steps drew natively, and their faults; None: none are
-    drawn.
+    """Train two steps with native draws; return the number of masks and their faults, or None.
 
-    All ranks call together.
+    None means that no masks are drawn. All ranks must call this together.
     """
     assembly = program.assembly
     logical, native = assembly.dropout, assembly.native
@@ -147,11 +148,11 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
     if not any(
         world.all_gather_object(bool(trained))
-    ):  # a stage may draw nothing, and trains with the rest
+    ):  # a stage may draw nothing, but must train with the others
         return None
     noting, first = Noting(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
-    kept, program.keep_output = program.keep_output, False  # nobody asks for it
+    kept, program.keep_output = program.keep_output, False  # not needed
     try:
         for _ in range(STEPS):
             with ExitStack() as stack:
@@ -161,7 +162,7 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
         program.assembly, program.keep_output = assembly, kept
     noted, step = noting.noted, min(trained, default=None)
     known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
-    mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
+    mine = Mine(noted.begun, [_sites_of_step(noted, first + k) for k in range(STEPS)], known)
     wrong = wrong_draws(world.all_gather_object(mine))
     copies = program.replica_errors()
     wrong += [
@@ -172,17 +173,17 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     return len(noted.begun), wrong
 
 
-def _of(noted: Noted, step: int) -> Sites:
+def _sites_of_step(noted: Noted, step: int) -> Sites:
     return {(site, call): rows for (k, site, call), rows in noted.shapes.items() if k == step}
 
 
 def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
-    """Say in words what is wrong with the draws of all ranks."""
-    return [*_places(everyone), *_streams(everyone)]
+    """Describe what is wrong with the native draws of all ranks."""
+    return [*_wrong_places(everyone), *_wrong_streams(everyone)]
 
 
-def _places(everyone: Sequence[Mine]) -> Iterator[str]:
-    """Draws that a rank makes in training and not in the proof, or the other way round."""
+def _wrong_places(everyone: Sequence[Mine]) -> Iterator[str]:
+    """Yield draws that a rank makes in training but not in the proof, or the reverse."""
     for rank, mine in enumerate(everyone):
         for drawn in mine.sites:
             differ = [
@@ -193,8 +194,8 @@ def _places(everyone: Sequence[Mine]) -> Iterator[str]:
                 yield f"`{site or 'model'}` call {call} is {word} in training, on rank {rank}"
 
 
-def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
-    """One number for each part of a mask, one part for each number."""
+def _wrong_streams(everyone: Sequence[Mine]) -> Iterator[str]:
+    """Yield parts of masks with several streams, and streams with several parts."""
     numbers: dict[Content, dict[float, int]] = {}
     parts: dict[float, tuple[Content, int]] = {}
     for rank, mine in enumerate(everyone):
@@ -204,16 +205,16 @@ def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
                 parts.setdefault(number, (content, rank))
                 other, where = parts[number]
                 if other != content:
-                    yield f"{_said(content, rank)} draws as {_said(other, where)}"
+                    yield f"{_content_text(content, rank)} draws as {_content_text(other, where)}"
     for content, found in numbers.items():
         if len(found) > 1:
             ranks = sorted(set(found.values()))
             among = "when it is computed again" if len(ranks) == 1 else f"on ranks {ranks}"
-            yield f"{_said(content, ranks[0])} draws otherwise {among}"
+            yield f"{_content_text(content, ranks[0])} draws otherwise {among}"
 
 
-def _said(content: Content, rank: int) -> str:
+def _content_text(content: Content, rank: int) -> str:
     step, samples, site, call, held = content
-    rows = _rows(samples)
+    rows = _rows_text(samples)
     part: Any = "" if held is None else ", a part"
     return f"`{site or 'model'}` call {call}, step {step}, {rows}{part} (rank {rank})"

@@ -1,11 +1,11 @@
-"""The original under what a schedule relaxes, replayed by a plain loop in one process.
+"""The original under the rules that a schedule relaxes, in a plain loop in one process.
 
-    relax(batch_stats)  trained by parts: statistics are those of each part
-    relax(lossy)        the gradients of data-parallel parts are coded before they are added
-    relax(staleness)    each microbatch meets the versions of weights that a table names
-    relax(dtype)        torch.autocast around modules, cast parameters, a scaled loss
+  relax(batch_stats)  trained by parts: each part has its own statistics
+  relax(lossy)        gradients of data-parallel parts are encoded before they are summed
+  relax(staleness)    each microbatch uses the weight versions that a table names
+  relax(dtype)        torch.autocast around modules, cast parameters, a scaled loss
 
-Nothing is shared with the program but the codecs, and the table of versions.
+Only the codecs and the table of versions are shared with the program.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from schedlang.runtime.scope import Scope, entered
 if TYPE_CHECKING:
     from schedlang.passes.verify.sides import Case
 
-# ---- Trained by parts: what `relax(batch_stats)` allows.
+# ---- relax(batch_stats): trained by parts.
 
 
 @dataclass(frozen=True)
 class Directions:
-    """The copy of the buffers that each microbatch meets, where stages are laid over ranks twice.
+    """Copies of buffers that microbatches use, where stages are placed on ranks in two directions.
 
-    of     microbatch -> the replica of the stages that it goes through; none: one for all
-    homes  for each replica, buffer -> the place that keeps it: replicas at one place share it
+    `of`   the replica of the stages of each microbatch; empty: one replica for all
+    homes  for each replica, the place that stores a buffer; replicas at one place share a copy
     """
 
     of: tuple[int, ...] = ()
     homes: tuple[Mapping[str, int], ...] = field(default_factory=tuple)
 
     def copy(self, name: str, replica: int) -> int:
-        """The copy of a buffer that a replica of the stages reads and writes."""
+        """Return the copy of a buffer that a replica of the stages reads and writes."""
         return self.homes[replica].get(name, 0) if self.homes else 0
 
     def replica(self, microbatch: int) -> int:
-        """The replica that a microbatch goes through."""
+        """Return the replica of the stages that a microbatch goes through."""
         return self.of[microbatch] if self.of else 0
 
     def apart(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """The microbatches of each replica, in their order."""
+        """Return the microbatches of each replica, in order."""
         found: dict[int, list[Part]] = {}
         for k, part in enumerate(parts):
             found.setdefault(self.replica(k), []).append(part)
@@ -70,7 +70,7 @@ class Directions:
 
 
 def directions_of(staged: Staged) -> Directions:
-    """Read from the order: each microbatch goes through one replica of the stages."""
+    """Read the replica of each microbatch from the timeline."""
     t = staged.timeline
     if staged.axis is None or t.replicas < 2:
         return Directions()
@@ -80,7 +80,7 @@ def directions_of(staged: Staged) -> Directions:
 
 
 def check_sums(case: Case) -> None:
-    """Refuse (S717) parts that share sums, where one process takes one after the other."""
+    """Refuse (S717) parts that share sums, if one process must run them one after the other."""
     known, plan = case.prepared, case.plan
     if known is None or known.traced.statistics is None or plan.shares * plan.micro == 1:
         return
@@ -98,7 +98,7 @@ def check_sums(case: Case) -> None:
 
 
 class Member(NamedTuple):
-    """One part of a batch: the replica of the batch's rows, the microbatch, and what it weighs."""
+    """One part of a batch: data-parallel replica, microbatch, inputs, and loss weight."""
 
     place: int
     microbatch: int
@@ -107,8 +107,8 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """A forward of one part: what it gave, and was given."""
+class _PartRun:
+    """The forward of one part: loss, output and inputs."""
 
     loss: Tensor
     output: Any
@@ -116,12 +116,12 @@ class _Ran:
 
 
 class Parted(Sequential):
-    """The plain loop over the microbatches of each replica, the loss being their weighed sum.
+    """The plain loop over microbatches of each replica; the loss is their weighted sum.
 
-    The sequential oracle of statistics over parts: each part is a batch of its own to whatever
-    looks at the batch as a whole, and each replica keeps its own buffers and what else its forward
-    writes into, as its ranks do; of stages laid over ranks in two directions so does each
-    direction, and the first one evaluates.
+    This is the oracle for statistics over parts. Each part is a separate batch for code that looks
+    at the full batch. Each replica has its own buffers and other state that its forward writes,
+    like its ranks; so has each direction of stages placed in two directions. Evaluation uses the
+    first direction.
     """
 
     def __init__(
@@ -136,45 +136,47 @@ class Parted(Sequential):
         self.split, self.weigh = split, weigh
         self.directions = directions or Directions()
         # by name, replica and copy
-        self._of: dict[tuple[str, int, int], Tensor] = {}
-        self._start: dict[str, Tensor] | None = None
-        self._at = (0, 0)
+        self._stored_buffers: dict[tuple[str, int, int], Tensor] = {}
+        self._initial_buffers: dict[str, Tensor] | None = None
+        self._position = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
-        """The weighed loss of all parts in training mode, its gradients in `gradients()`."""
-        self._switch()
+        """Return the weighted loss of all parts in training mode; see `gradients()`."""
+        self._set_mode()
         self.module.zero_grad(set_to_none=True)
-        members = self._members(batch)
-        total = _weight(members) or 1.0
-        return self._together(members, [self._run(one, one.weight / total) for one in members])
+        members = self._split_batch(batch)
+        total = _total_weight(members) or 1.0
+        return self._join_parts(
+            members, [self._run_part(one, one.weight / total) for one in members]
+        )
 
-    def _members(self, batch: Batch) -> list[Member]:
-        """All parts of a batch, those of one replica after the other."""
+    def _split_batch(self, batch: Batch) -> list[Member]:
+        """Return all parts of a batch, replica after replica."""
         return [
             Member(place, k, part, self.weigh(part.inputs))
             for place, parts in enumerate(self.split(batch))
             for k, part in enumerate(parts)
         ]
 
-    def _run(self, one: Member, share: float) -> _Ran:
-        """Forward and backward of one part; one that weighs nothing only leaves its statistics."""
-        self._enter(one.place, self.directions.replica(one.microbatch))
+    def _run_part(self, one: Member, share: float) -> _PartRun:
+        """Do forward and backward of one part; a part of weight 0 only updates its statistics."""
+        self._enter_replica(one.place, self.directions.replica(one.microbatch))
         given = self._given(one.part.inputs)
-        self._weights_for("forward", one.microbatch)
-        with entered(Scope(self._steps, 0, one.part.rows)), self._noting_order():
+        self._use_weights("forward", one.microbatch)
+        with entered(Scope(self._steps, 0, one.part.rows)), self._record_order():
             self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
-            self._weights_for("backward", one.microbatch)
+            self._use_weights("backward", one.microbatch)
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]
-        return _Ran(loss.detach(), self.output, self._inputs)
+        return _PartRun(loss.detach(), self.output, self._inputs)
 
-    def _weights_for(self, phase: str, microbatch: int) -> None:
-        """Put in place the weights that a microbatch meets: those that there are."""
+    def _use_weights(self, phase: str, microbatch: int) -> None:
+        """Put a microbatch's weights in place; here all microbatches use the current ones."""
 
-    def _together(self, members: Sequence[Member], ran: Sequence[_Ran]) -> Tensor:
-        """Output and inputs of all parts as of one batch; the weighed mean of their losses."""
-        self._enter(0)
+    def _join_parts(self, members: Sequence[Member], ran: Sequence[_PartRun]) -> Tensor:
+        """Join outputs and inputs of all parts into one batch; return the weighted mean loss."""
+        self._enter_replica(0)
         self._inputs = joined([one.inputs for one in ran])
         weights = [one.weight for one in members]
         rows = [len(one.part.rows) for one in members]
@@ -184,45 +186,45 @@ class Parted(Sequential):
         return torch.stack(losses).sum()
 
     def eval_step(self, batch: Batch) -> Any:
-        """The output in eval mode, each replica's rows under its own buffers."""
+        """Return the output in eval mode, each replica's rows with its own buffers."""
         self._training.off()
-        outputs, evaluation, members = [], self._evaluation(), self._members(batch)
+        outputs, evaluation, members = [], self._next_evaluation(), self._split_batch(batch)
         for one in members:
-            self._enter(one.place)
+            self._enter_replica(one.place)
             with torch.no_grad(), entered(Scope(self._steps, 0, one.part.rows, evaluation)):
                 outputs.append(called(self.module, one.part.inputs))
-        self._enter(0)
+        self._enter_replica(0)
         rows = [len(one.part.rows) for one in members]
         return stack(outputs, rows, [one.weight for one in members])
 
-    def _enter(self, place: int, direction: int = 0) -> None:
-        """Put the buffers of this replica and direction in place, those of the other away."""
-        own = self._own()
-        if self._start is None:
-            self._start = {name: one.clone() for name, one in own.items()}
-        if (place, direction) == self._at:
+    def _enter_replica(self, place: int, direction: int = 0) -> None:
+        """Put the buffers of a replica and direction in place, and store the previous ones."""
+        own = self._current_buffers()
+        if self._initial_buffers is None:
+            self._initial_buffers = {name: one.clone() for name, one in own.items()}
+        if (place, direction) == self._position:
             return
-        before, was = self._at
+        before, was = self._position
         copy = self.directions.copy
         for name, one in own.items():
-            self._of[name, before, copy(name, was)] = one.clone()
-        for name, value in self._start.items():
-            own[name].copy_(self._of.get((name, place, copy(name, direction)), value))
-        self._at = place, direction
+            self._stored_buffers[name, before, copy(name, was)] = one.clone()
+        for name, value in self._initial_buffers.items():
+            own[name].copy_(self._stored_buffers.get((name, place, copy(name, direction)), value))
+        self._position = place, direction
 
-    def _own(self) -> dict[str, Tensor]:
-        """Buffers, and parameters that nothing trains and that the forward writes into."""
+    def _current_buffers(self) -> dict[str, Tensor]:
+        """Return buffers, and frozen parameters that the forward writes to."""
         frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
         moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
         return {n: b.detach() for n, b in self.module.named_buffers()} | moved
 
 
-def _weight(members: Sequence[Member]) -> float:
+def _total_weight(members: Sequence[Member]) -> float:
     return sum(one.weight for one in members)
 
 
 def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join what was given to the parts; only its gradients are asked for."""
+    """Concatenate the parts' inputs and their gradients; only the gradients are used."""
     out = {}
     for name in inputs[0]:
         grads = [given[name].grad for given in inputs]
@@ -234,22 +236,21 @@ def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-# ---- Under compressed sums: what `relax(lossy)` allows.
-# The gradients of each data-parallel part are taken by themselves, cut as ranks hold them, and
-# coded, added up and decoded as the codec says: with what ranks keep from step to step, one memory
-# for each. Who codes what, and what is added, is not shared with the program.
+# ---- relax(lossy): compressed all-reduce.
+# Gradients of each data-parallel part are sharded as on ranks, then encoded, summed and decoded by
+# the codec, with one codec state for each shard. Only the codec is shared with the program.
 
 
 @dataclass
 class Kept:
-    """Errors that one rank keeps of its part; the start of the iteration is that of all ranks."""
+    """Codec state of one rank's part: its error feedback, and the start of the power iteration."""
 
     errors: dict[int, Tensor] = field(default_factory=dict)
     q: Tensor | None = None
 
 
 class Compressed(Parted):
-    """The loop over the parts of a batch, whose gradients are coded before they are added."""
+    """The loop over the parts of a batch, with encoded gradients."""
 
     def __init__(
         self, *args: Any, plan: Plan, holdings: Mapping[str, Holding], **options: Any
@@ -259,41 +260,41 @@ class Compressed(Parted):
         assert how is not None
         self.plan, self.holdings = plan, holdings
         self.codec = how.codec
-        self._kept: dict[tuple[str, object], Kept] = {}
+        self._codec_states: dict[tuple[str, object], Kept] = {}
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
-        """The weighed loss of all parts; the coded sum of their gradients in `gradients()`."""
-        self._switch()
-        members = self._members(batch)
-        total = _weight(members) or 1.0
-        ran: list[_Ran] = []
+        """Return the weighted loss of all parts; `gradients()` are sums of encoded ones."""
+        self._set_mode()
+        members = self._split_batch(batch)
+        total = _total_weight(members) or 1.0
+        ran: list[_PartRun] = []
         grads: list[dict[str, Tensor | None]] = []  # of each replica
         for _, mine in groupby(members, key=lambda one: one.place):
             self.module.zero_grad(set_to_none=True)
-            ran += [self._run(one, one.weight / total) for one in mine]
-            grads.append({name: p.grad for name, p in self._named})
+            ran += [self._run_part(one, one.weight / total) for one in mine]
+            grads.append({name: p.grad for name, p in self._parameters})
         with torch.no_grad():
-            for name, parameter in self._named:
-                parameter.grad = self._sum(name, [one[name] for one in grads])
-        return self._together(members, ran)
+            for name, parameter in self._parameters:
+                parameter.grad = self._sum_gradients(name, [one[name] for one in grads])
+        return self._join_parts(members, ran)
 
-    def _sum(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient that every rank ends with, put together from what they hold."""
+    def _sum_gradients(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the gradient that every rank has at the end, assembled from what ranks hold."""
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
         whole = torch.zeros_like(given)
-        by_place = self._by_place([torch.zeros_like(given) if p is None else p for p in parts])
+        by_place = self._sum_by_place([torch.zeros_like(given) if p is None else p for p in parts])
         mesh, holding = self.plan.mesh, self.holdings[name]
-        for rank, key in self._ranks(holding):
+        for rank, key in self._distinct_shards(holding):
             local = [take(one, holding, mesh, rank) for one in by_place]
-            put(self._coded(name, key, local), whole, holding, mesh, rank)
+            put(self._encode_and_sum(name, key, local), whole, holding, mesh, rank)
             real = take(torch.ones_like(whole), holding, mesh, rank)
-            errors = self._kept[name, key].errors
+            errors = self._codec_states[name, key].errors
             errors.update({k: left * real.view_as(left) for k, left in errors.items()})
         return whole
 
-    def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _sum_by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the exact sum over all other axes, for each place along the compressed axes."""
         mesh, rows = self.plan.mesh, self.plan.row_axes
         axes = compressed_over(self.plan)
@@ -304,8 +305,8 @@ class Compressed(Parted):
             sums[at] = sums[at] + part
         return sums
 
-    def _ranks(self, holding: Holding) -> Iterator[tuple[int, object]]:
-        """A rank for each different part of a parameter, and what tells the parts apart."""
+    def _distinct_shards(self, holding: Holding) -> Iterator[tuple[int, object]]:
+        """Yield a rank for each different shard of a parameter, and a key of the shard."""
         mesh, known = self.plan.mesh, set()
         for rank in range(mesh.world):
             key = holding.segments(mesh, rank)
@@ -313,24 +314,24 @@ class Compressed(Parted):
                 known.add(key)
                 yield rank, key
 
-    def _coded(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of the parts of all places, as the codec lets them know of each other."""
-        kept = self._kept.setdefault((name, key), Kept())
+    def _encode_and_sum(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
+        """Return the encoded sum over all places, as the codec makes it."""
+        kept = self._codec_states.setdefault((name, key), Kept())
         if not self.codec.smaller(parts[0].shape):
             return torch.stack(list(parts)).sum(0)
         own = [part.reshape(part.shape[0], -1) for part in parts]
         own = [part + kept.errors.get(place, 0.0) for place, part in enumerate(own)]
-        run = _low_rank if self.codec.kind == "powersgd" else _few_bits
+        run = _powersgd_sum if self.codec.kind == "powersgd" else _quantized_sum
         total, left = run(self.codec, name, self._steps, own, kept)
         if self.codec.feedback:
             kept.errors = dict(enumerate(left))
         return total.view_as(parts[0])
 
 
-def _low_rank(
+def _powersgd_sum(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
-    """PowerSGD: the sum projected on what one step of a power iteration finds."""
+    """Return PowerSGD's sum (the exact sum, projected by a power iteration) and the errors."""
     q = own[0].new_zeros(own[0].shape[1], codec.rank) if kept.q is None else kept.q
     total = torch.stack(list(own)).sum(0)
     p = orthogonal(total @ started(q, name, step))
@@ -338,10 +339,10 @@ def _low_rank(
     return p @ kept.q.T, [part - p @ (p.T @ part) for part in own]
 
 
-def _few_bits(
+def _quantized_sum(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
-    """Each part in few bits, by itself; what they mean is added."""
+    """Quantise each part by itself; return the sum of the decoded parts and the errors."""
     read = [
         decoded(codec, encoded(codec, part, name, step, place), part.numel()).view_as(part)
         for place, part in enumerate(own)
@@ -349,15 +350,14 @@ def _few_bits(
     return torch.stack(read).sum(0), [part - said for part, said in zip(own, read)]
 
 
-# ---- Under stale weights: what `relax(staleness)` allows.
-# Microbatch after microbatch, each stage's parameters are filled with the version that the table
-# names, once for the forward and once for the backward.  What autograd saved of a parameter is the
-# parameter's own storage, so a backward reads what it is filled with then.  An update comes when
-# all its microbatches are through, on the newest weights.
+# ---- relax(staleness): stale weights.
+# For each microbatch, each stage's parameters are filled with the version in the table, once for
+# the forward and once for the backward. Autograd saves a parameter's own storage, so backward reads
+# the later version. An update follows all of its microbatches, on the newest weights.
 
 
 class Replayed(Parted):
-    """The loop over microbatches at the weights that a table names, an update after each group."""
+    """The loop over microbatches with a table's weight versions, an update after each group."""
 
     def __init__(self, *args: Any, table: Table, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -365,62 +365,62 @@ class Replayed(Parted):
         self._history: list[dict[str, Tensor]] = []  # of this step, by version
 
     def train_step(self, batch: Batch) -> Tensor:
-        """All updates of a step; the weighed mean of the losses, each where it was met."""
-        self._switch()
-        members = self._members(batch)
-        self._history = [self._weights()]
-        ran: dict[int, _Ran] = {}
+        """Make all updates of a step; return the weighted mean of the losses."""
+        self._set_mode()
+        members = self._split_batch(batch)
+        self._history = [self._copy_weights()]
+        ran: dict[int, _PartRun] = {}
         for made in range(1, max(self.table.made) + 1):
             mine = [n for n, one in enumerate(members) if self.table.made[one.microbatch] == made]
-            total = _weight([members[n] for n in mine])
+            total = _total_weight([members[n] for n in mine])
             self.module.zero_grad(set_to_none=True)
             for n in mine:
-                ran[n] = self._run(members[n], members[n].weight / total if total else 0.0)
-            self._update(total)
+                ran[n] = self._run_part(members[n], members[n].weight / total if total else 0.0)
+            self._update_weights(total)
         self._steps += 1
-        return self._together(members, [ran[n] for n in range(len(members))])
+        return self._join_parts(members, [ran[n] for n in range(len(members))])
 
-    def _weights_for(self, phase: str, microbatch: int) -> None:
+    def _use_weights(self, phase: str, microbatch: int) -> None:
         named = self.table.forward if phase == "forward" else self.table.backward
         self._fill(named[microbatch])
 
-    def _update(self, total: float) -> None:
-        """The next version, from the newest one; of microbatches without weight, the same again."""
+    def _update_weights(self, total: float) -> None:
+        """Compute the next version from the newest; without loss weight it equals the newest."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
         newest = len(self._history) - 1
         self._fill(dict.fromkeys(self._stages(), newest))
         self._clip()
         if total:
             self._optimizer.step()
-        self._history.append(self._weights())
+        self._history.append(self._copy_weights())
 
     def _stages(self) -> set[int]:
         return {0, *self.table.stage.values()}
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self._named}
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._parameters}
 
     def _fill(self, versions: Versions) -> None:
-        """Write versions of the weights into the parameters, behind the back of autograd."""
-        for name, parameter in self._named:
+        """Write versions of the weights into the parameters, unseen by autograd."""
+        for name, parameter in self._parameters:
             version = versions[self.table.stage.get(name, 0)]
             parameter.data.copy_(self._history[version][name])
 
 
-# ---- Under casts: what `relax(dtype)` allows, by torch's own parts.
+# ---- relax(dtype): casts, with torch's autocast and GradScaler.
 
 
 def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
-    """Let a copy of the original, and the loss in the options of its loop, compute as rows say."""
+    """Apply the casts of rows to a copy of the original, and to the loss in its loop's options."""
     for one in plan.casts:
-        _put(module, one, _islands(plan, one))
+        _apply_cast(module, one, _float32_islands(plan, one))
     root = root_cast(plan)
     if root is not None and not root.params:
         options["loss"] = _autocast(options.get("loss") or loss_of, root.dtype)
 
 
 class ScaledSteps(Sequential):
-    """The plain loop with torch's own scaler of the loss."""
+    """The plain loop with torch's GradScaler."""
 
     def __init__(self, *args: Any, row: Cast, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -428,10 +428,10 @@ class ScaledSteps(Sequential):
         self._base = self.scale
 
     def train_step(self, batch: Batch) -> Tensor:
-        """Forward, loss, backward, unscale, clip and step, or none; the loss."""
+        """Do forward, loss, backward, unscale, clip and step, unless skipped; return the loss."""
         scaler = self._scaler
         assert self._optimizer is not None, "this subject was made without an optimizer"
-        scaler.scale(torch.zeros(()))  # it is there only from its first use on
+        scaler.scale(torch.zeros(()))  # initialises the scale
         times = scaler.get_scale()
         self.scale = self._base * times
         loss = self.derive(batch, range(rows(batch))) / times
@@ -447,27 +447,27 @@ class ScaledSteps(Sequential):
 
 
 class ScaledParted(ScaledSteps, Parted):
-    """The same around the loop over the parts of a batch."""
+    """The loop with GradScaler over the parts of a batch."""
 
 
-def _islands(plan: Plan, one: Cast) -> Sequence[str]:
-    """List the modules inside of one that are computed in float32."""
-    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _inside(o.fqn, one.fqn)]
+def _float32_islands(plan: Plan, one: Cast) -> Sequence[str]:
+    """List the modules inside of one that compute in float32."""
+    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _is_inside(o.fqn, one.fqn)]
 
 
-def _inside(name: str, fqn: str) -> bool:
+def _is_inside(name: str, fqn: str) -> bool:
     return name != fqn and (not fqn or name.startswith(f"{fqn}."))
 
 
-def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
-    """Let a module of the twin compute as a row says."""
+def _apply_cast(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
+    """Apply a cast row to a module of the copy."""
     found = module.get_submodule(one.fqn)
     dtype = _dtype(one.dtype)
     if one.dtype != "fp32" and not one.params:
         found.forward = _autocast(found.forward, one.dtype, back=bool(one.fqn))
         return
     inner = [i[len(one.fqn) + 1 :] if one.fqn else i for i in islands]
-    found.forward = _whole(found, found.forward, dtype, inner)
+    found.forward = _cast_forward(found, found.forward, dtype, inner)
 
 
 def _dtype(word: str) -> Any:
@@ -478,15 +478,15 @@ def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=_dtype(word)):
             out = call(*args, **kwargs)
-        return _to(out, _first(args, kwargs)) if back else out
+        return _cast_floats(out, _first_dtype(args, kwargs)) if back else out
 
     return run
 
 
-def _whole(
+def _cast_forward(
     module: nn.Module, call: Callable[..., Any], dtype: Any, islands: Sequence[str]
 ) -> Callable[..., Any]:
-    """A forward with arguments and parameters cast, but for the parameters of islands."""
+    """Wrap a forward: arguments and parameters are cast, except parameters of float32 islands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         named = module.named_parameters(remove_duplicate=False)
@@ -499,16 +499,16 @@ def _whole(
             if dtype != torch.float32
             else {}
         )
-        came = _first(args, kwargs)
+        came = _first_dtype(args, kwargs)
         with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):
-            out = call(*_to(args, dtype), **_to(kwargs, dtype))
-        return _to(out, came)
+            out = call(*_cast_floats(args, dtype), **_cast_floats(kwargs, dtype))
+        return _cast_floats(out, came)
 
     return run
 
 
-def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The dtype of the first float among the arguments, else float32."""
+def _first_dtype(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the dtype of the first float argument, else float32."""
     found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
     return found[0] if found else torch.float32
 
@@ -517,8 +517,8 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _to(value: Any, dtype: Any) -> Any:
-    """A structure with its floats in a dtype, finite where they were and no gradient tells."""
+def _cast_floats(value: Any, dtype: Any) -> Any:
+    """Cast the floats of a structure; values without gradient that would overflow are clamped."""
 
     def one(leaf: Any) -> Any:
         if not _is_float(leaf) or leaf.dtype in (torch.float64, dtype):

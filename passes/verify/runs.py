@@ -1,7 +1,6 @@
-"""Runs: under which conditions, on which batches a proof trains, and what these leave unexercised.
+"""Choose the conditions and batches of a proof, and list what they leave unexercised.
 
-Made so that mistakes show: batches are varied where all of them together hide something, and what
-is hidden all the same is told.
+Batches are varied if the given ones all hide the same mistakes; what stays hidden is reported.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from schedlang.report import Gap
 from schedlang.runtime.batch import cut, named_tensors, shares
 from schedlang.runtime.changed import Freeze
 
-# ---- Variants of the user's batches, for what these do not show: padding, empty rows, odd counts.
+# ---- Variants of the user's batches: padding, empty rows, odd counts.
 
 
-TOKENS = "input_ids"  # the names that batches of text have everywhere
+TOKENS = "input_ids"  # the usual names in batches of text
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 PADDED, HALVED = "ignored labels and padding", "rows of half the vocabulary"
@@ -51,7 +50,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Batches:
-    """All batches of a proof, and what they show; `cut` are the row numbers of the parts."""
+    """All batches of a proof, and what they exercise; `cut` returns row numbers by part."""
 
     all: Sequence[Batch]
     cut: Callable[[int], Sequence[range]]
@@ -59,7 +58,7 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """The number of parts that a batch is cut into."""
+        """The number of parts that a batch is split into."""
         return len(self.cut(max(rows(batch) for batch in self.all)))
 
     @property
@@ -88,7 +87,7 @@ class Batches:
 
     @property
     def empty(self) -> bool:
-        """Whether in every part of some batch a row has no label that counts, and a part none."""
+        """Whether in some batch each part has a row without labels, and one part has no labels."""
         for batch in self.all:
             for one, counts in self._counts(batch):
                 parts = [counts[list(run)] for run in self.cut(len(batch[one.source]))]
@@ -105,7 +104,7 @@ class Batches:
 
     @property
     def classes(self) -> bool:
-        """Whether some row has tokens of the lower half of the vocabulary only, some row others."""
+        """Whether some row has only tokens of the lower half of the vocabulary."""
         tokens = [b[TOKENS] for b in self.all if TOKENS in integers(b) and b[TOKENS].dim() > 1]
         if not tokens:
             return True
@@ -114,7 +113,7 @@ class Batches:
         return any(low)
 
     def _counts(self, batch: Batch) -> list[tuple[Labels, Tensor]]:
-        """Per row the number of labels that count; all integers, where no labels are known."""
+        """Return labels that count by row; if no labels are known, of all integer inputs."""
         known = list(self.labels) or [Labels(name, -100) for name in integers(batch)]
         found = [(one, batch[one.source]) for one in known if one.source in integers(batch)]
         return [
@@ -125,25 +124,23 @@ class Batches:
 
 
 def shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's tensors."""
+    """Return the shapes of a batch's tensors."""
     return {k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)}
 
 
 def integers(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a batch that are not floats."""
+    """Return the tensors of a batch that are not floats."""
     return {k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()}
 
 
 def varied(
     seen: Batches, wanted: Sequence[str] | None = None
 ) -> tuple[list[Batch], dict[int, list[str]]]:
-    """Change as many batches as hide something all together; return them, and by place what
-    changed.
+    """Change as many batches as needed to exercise everything; return them, and changes by index.
 
-    `wanted` names the changes, where not all of them are.
-
-    A batch is changed only in ways that mean the same for every model: labels that do not count,
-    masked positions, fewer rows, other tokens of a text.
+    `wanted` names the allowed changes; None allows all. Only changes with the same meaning for
+    every model are made: labels that do not count, masked positions, fewer rows, other tokens of a
+    text.
     """
     made = list(seen.all)
     said: dict[int, list[str]] = {}
@@ -162,28 +159,28 @@ def varied(
     return made, said
 
 
-def _padded(seen: Batches, batch: Batch) -> Batch | None:
-    """The ends of rows do not count, more of them in later rows; a mask hides them too."""
+def _pad_ends(seen: Batches, batch: Batch) -> Batch | None:
+    """Ignore the ends of rows, more of them in later rows; a mask hides the same positions."""
     out = dict(batch)
     for one in seen.labels:
         value = batch.get(one.source)
         if value is not None and value.dim() == 2 and value.shape[1] > 2:
-            out[one.source] = value.masked_fill(_tail(value), one.ignored)
+            out[one.source] = value.masked_fill(_mark_ends(value), one.ignored)
     mask = batch.get(MASK)
     if mask is not None and mask.dim() == 2 and bool((mask != 0).all()) and mask.shape[1] > 2:
-        out[MASK] = mask.masked_fill(_tail(mask), 0)
+        out[MASK] = mask.masked_fill(_mark_ends(mask), 0)
     return out if any(out[k] is not batch[k] for k in out) else None
 
 
-def _tail(value: Tensor) -> Tensor:
+def _mark_ends(value: Tensor) -> Tensor:
     """Mark the last k % 3 positions of row k; of a single row the last."""
     rows, length = value.shape
     drop = torch.arange(rows) % 3 if rows > 1 else torch.ones(1, dtype=torch.long)
     return (torch.arange(length) >= length - drop.clamp(max=length - 2)[:, None]).to(value.device)
 
 
-def _emptied(seen: Batches, batch: Batch) -> Batch | None:
-    """The first row of each part counts for nothing, and neither does the last part at all."""
+def _ignore_rows(seen: Batches, batch: Batch) -> Batch | None:
+    """Ignore all labels in the first row of each part, and in the full last part."""
     out = dict(batch)
     for one in seen.labels:
         value = batch.get(one.source)
@@ -200,7 +197,7 @@ def _emptied(seen: Batches, batch: Batch) -> Batch | None:
     return out if any(out[k] is not batch[k] for k in out) else None
 
 
-def _halved(seen: Batches, batch: Batch) -> Batch | None:
+def _halve_vocabulary(seen: Batches, batch: Batch) -> Batch | None:
     """Give one row in every part tokens of the lower half of the vocabulary only."""
     tokens = batch.get(TOKENS)
     if tokens is None or not TEXT.issuperset(batch) or tokens.dim() != 2:
@@ -211,30 +208,30 @@ def _halved(seen: Batches, batch: Batch) -> Batch | None:
     return {**batch, TOKENS: tokens}
 
 
-def _shortened(seen: Batches, batch: Batch) -> Batch | None:
-    """One row less."""
-    return _first(seen, batch, rows(batch) - 1)
+def _drop_row(seen: Batches, batch: Batch) -> Batch | None:
+    """Remove one row."""
+    return _first_rows(seen, batch, rows(batch) - 1)
 
 
-def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
-    """Cut a batch to as many rows as make equal parts."""
-    return _first(seen, batch, rows(batch) // seen.parts * seen.parts)
+def _drop_to_equal_parts(seen: Batches, batch: Batch) -> Batch | None:
+    """Remove rows, so that all parts are equal."""
+    return _first_rows(seen, batch, rows(batch) // seen.parts * seen.parts)
 
 
-def _first(seen: Batches, batch: Batch, few: int) -> Batch | None:
+def _first_rows(seen: Batches, batch: Batch, few: int) -> Batch | None:
     if few < seen.parts or few == rows(batch):
         return None
     return cut(batch, range(few), rows(batch))
 
 
-# at which batch, what it is called, whether it is there already, and how it is made
+# batch index, name, whether some batch has it already, change
 _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
-    (0, PADDED, lambda seen: seen.uneven and seen.padded, _padded),
-    (1, "rows and a part without labels", lambda seen: seen.empty, _emptied),
-    (1, HALVED, lambda seen: seen.classes, _halved),
-    (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _shortened),
-    (2, "equal parts", lambda seen: seen.even, _trimmed),
-    (2, "another number of rows", lambda seen: seen.shapes > 1, _shortened),
+    (0, PADDED, lambda seen: seen.uneven and seen.padded, _pad_ends),
+    (1, "rows and a part without labels", lambda seen: seen.empty, _ignore_rows),
+    (1, HALVED, lambda seen: seen.classes, _halve_vocabulary),
+    (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _drop_row),
+    (2, "equal parts", lambda seen: seen.even, _drop_to_equal_parts),
+    (2, "another number of rows", lambda seen: seen.shapes > 1, _drop_row),
 )
 
 
@@ -242,26 +239,25 @@ _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
 
 
 EVALUATED = "SGD, eval mode"
-MUCH = 1e-3  # of what our runs show, what the model alone has to show at least
-SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
+SCALE = 3.0  # of the loss, to find a backward that assumes an output gradient of 1
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The training runs, what was derived from the user's batches, and what could not be had."""
+    """The training runs, the changes made to the user's batches, and gaps."""
 
-    told: tuple[Condition, ...]
+    conditions: tuple[Condition, ...]
     batches: Batches
     derived: tuple[str, ...] = ()
     gaps: tuple[Gap, ...] = ()
 
 
 def runs(case: Case, evaluate: bool = False) -> Runs:
-    """SGD on the batches as given; AdamW, clipped, on variants of them, some weights frozen.
+    """Choose the training runs: SGD on the given batches; AdamW, clipped, on variants.
 
-    To AdamW the scale of the loss does not matter, so there the loss is multiplied.
-    With `evaluate` there is one more, in eval mode.
-    The case is prepared and in float64. Clipping is set by the gradient norm of the original.
+    AdamW's run freezes some weights and scales the loss, because AdamW does not depend on the
+    scale. With `evaluate` another run trains in eval mode. The case must be prepared and in
+    float64. The original's gradient norm determines the clip norm.
     """
     with alone(case) as subject:
         norm = subject.norm(case.batches[0])
@@ -269,28 +265,28 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     made, said = varied(seen)
     derived = []
     for place, words in said.items():
-        if _sound(case, made[place]):
+        if _is_usable(case, made[place]):
             derived += words
         else:
             made[place] = seen.all[place]
     plain, clipped = conditions(case.batches, norm, made)
-    still, gaps = _frozen(case)
-    told = [plain, replace(clipped, case=still, scale=SCALE)]
-    limit, more = _limit(case, plain)
-    told += [*limit, *_at_once(case, plain), *_unlimited(case, plain)]
+    still, gaps = _freeze_some(case)
+    all_runs = [plain, replace(clipped, case=still, scale=SCALE)]
+    limit, more = _eval_mode_run(case, plain)
+    all_runs += [*limit, *_single_update_run(case, plain), *_unlimited_capacity_run(case, plain)]
     if evaluate:
-        told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
-    if case.table is not None:  # a norm over stages that update apart is known too late to clip by
-        plainly = [c.name.removesuffix(", clipped") for c in told]
-        told = [replace(c, clip=None, name=name) for c, name in zip(told, plainly)]
+        all_runs.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+    if case.table is not None:  # stages update separately, before the norm is known
+        plainly = [c.name.removesuffix(", clipped") for c in all_runs]
+        all_runs = [replace(c, clip=None, name=name) for c, name in zip(all_runs, plainly)]
     both = replace(seen, all=(*case.batches, *made))
-    return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
+    return Runs(tuple(all_runs), both, tuple(derived), (*gaps, *more))
 
 
-def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
-    """Add a run in which the statistics of parts make no difference, where these are relaxed.
+def _eval_mode_run(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+    """Add a run in eval mode if batch statistics are relaxed.
 
-    In eval mode they stand still, and the program has to equal the original itself.
+    In eval mode statistics are fixed, and the program must equal the original itself.
     """
     if not case.parted:
         return [], ()
@@ -302,8 +298,8 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
     return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
 
 
-def _at_once(case: Case, plain: Condition) -> list[Condition]:
-    """Add a run with one update a step, at its end, where weights are stale: in it none is."""
+def _single_update_run(case: Case, plain: Condition) -> list[Condition]:
+    """Add a run with one update a step if weights are stale: in that run none is."""
     if case.table is None or case.parted:
         return []
     assert case.plan.order is not None
@@ -313,8 +309,8 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
     return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
 
 
-def _unlimited(case: Case, plain: Condition) -> list[Condition]:
-    """Add a run in which experts that drop tokens take all, and equal the model as it is."""
+def _unlimited_capacity_run(case: Case, plain: Condition) -> list[Condition]:
+    """Add a run without expert capacity, in which no token is dropped and the model is as it is."""
     if not any(routings(case.plan)) or case.parted or case.table is not None:
         return []
     whole = prepared(replace(case, plan=unlimited(case.plan)))
@@ -323,7 +319,7 @@ def _unlimited(case: Case, plain: Condition) -> list[Condition]:
 
 
 def batches_of(case: Case) -> Batches:
-    """The batches of a case, how they are cut, and what in them is known to be labels."""
+    """Return the batches of a case, how they are split, and which inputs are known to be labels."""
     replicas, micro = case.cuts
 
     def cut(count: int) -> list[range]:
@@ -338,8 +334,8 @@ def batches_of(case: Case) -> Batches:
     return Batches(case.batches, cut, labels)
 
 
-def _sound(case: Case, batch: Batch) -> bool:
-    """Return whether the original takes a derived batch, and its parts make the whole."""
+def _is_usable(case: Case, batch: Batch) -> bool:
+    """Return whether the original accepts a derived batch, and its parts add up to the whole."""
     probe = Probe(case, batch)
     try:
         with alone(case) as subject:
@@ -347,12 +343,12 @@ def _sound(case: Case, batch: Batch) -> bool:
             norm = get_total_norm([g for name, g in whole.items() if name and g is not None])
             finite = math.isfinite(float(norm))
             return finite and (case.parted or probe.differs(subject, whole) is None)
-    except Exception:  # whatever the model raises for what its user never gave it
+    except Exception:  # any error of the model for a derived batch
         return False
 
 
-def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
-    """The case with a quarter of the parameters frozen, where the user froze none."""
+def _freeze_some(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
+    """Return the case with a quarter of the parameters frozen, if the user froze none."""
     module = case.plan.model.model
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     if len(names) < len(list(module.parameters())):
@@ -371,7 +367,7 @@ def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
 _FROZEN = "frozen weights that are updated, or stop the gradient of others"
 
 
-# ---- What was not exercised, and what that could hide.
+# ---- Gaps: what was not exercised, and what that could hide.
 
 
 def gaps(
@@ -383,10 +379,10 @@ def gaps(
 ) -> tuple[Gap, ...]:
     """List what was not exercised.
 
-    `sizes` are the mesh axes, `drawn` how many dropout masks were drawn, `parameters` the numbers
-    of elements by name.
+    `sizes` are the mesh axes, `drawn` is the number of dropout masks, `parameters` are numbers of
+    elements by name.
     """
-    found = [*_batches(seen), *_labels(seen), *_inputs(seen)]
+    found = [*_batch_gaps(seen), *_label_gaps(seen), *_input_gaps(seen)]
     if drawn == 0:
         found.append(Gap("no dropout", "masks that differ between copies or on recomputation"))
     axes = {name: size for name, size in sizes.items() if size > 1}
@@ -401,7 +397,7 @@ def gaps(
 
 
 def unoffered(seen: Observation) -> tuple[Gap, ...]:
-    """Kinds that the program does not offer for comparison, and values that could not be read."""
+    """List kinds that the program does not offer, and values that could not be read."""
     kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(seen.missing)]
     types = [Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(seen.unread)]
     left = [
@@ -411,7 +407,7 @@ def unoffered(seen: Observation) -> tuple[Gap, ...]:
 
 
 def idle(expected: Observation) -> tuple[Gap, ...]:
-    """Parameters on which the loss did not depend in any step: their gradients say nothing."""
+    """List parameters on which the loss never depended: their gradients are not tested."""
     asked: dict[str, bool] = {}
     for key, value in expected.tensors.items():
         if key.kind == "gradients":
@@ -424,7 +420,7 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
 
 
 def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
-    """List what ran as it stands within the program, and by itself at most."""
+    """List rows that ran unchecked within the program, and separately at most."""
     said = {}
     for _, row in plan.rows_with(Tried):
         if row.apart and tried:
@@ -436,14 +432,14 @@ def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
 
 
 def repeating(plan: Plan) -> tuple[Gap, ...]:
-    """A pattern of blocks that repeats with every stage hides blocks that count from 0 again."""
+    """List trunks whose block pattern repeats with every stage, which hides restarted counts."""
     trunks = {trunk for one in plan.cuts for trunk in one.trunks if plan.model.children(trunk)}
     stages = 1
     for one in plan.cuts:
         stages *= plan.mesh.size(one.axis) * (plan.order.chunks if plan.order else 1)
     found = []
     for trunk in sorted(trunks):
-        kinds = [_pattern(block) for block in plan.model.model.get_submodule(trunk).children()]
+        kinds = [_block_kind(block) for block in plan.model.model.get_submodule(trunk).children()]
         each, rest = divmod(len(kinds), stages)
         varied = len(set(kinds)) > 1
         if stages > 1 and not rest and varied and kinds[:each] * stages == kinds:
@@ -452,8 +448,8 @@ def repeating(plan: Plan) -> tuple[Gap, ...]:
     return tuple(found)
 
 
-def _pattern(block: Any) -> tuple[Any, ...]:
-    """Describe what makes blocks differ beside weights, without a number that only counts them."""
+def _block_kind(block: Any) -> tuple[Any, ...]:
+    """Return what distinguishes a block besides its weights and its index."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module).__name__, key, value)
@@ -463,8 +459,8 @@ def _pattern(block: Any) -> tuple[Any, ...]:
     )
 
 
-def _batches(seen: Batches) -> Iterator[Gap]:
-    if len(seen.all) < 2 or all(_same(seen.all[0], batch) for batch in seen.all[1:]):
+def _batch_gaps(seen: Batches) -> Iterator[Gap]:
+    if len(seen.all) < 2 or all(_equal_batches(seen.all[0], batch) for batch in seen.all[1:]):
         yield Gap("one batch only", "values kept from one step to the next")
     elif seen.shapes < 2:
         yield Gap("one shape only", "shapes kept from the first batch")
@@ -476,20 +472,20 @@ def _batches(seen: Batches) -> Iterator[Gap]:
         yield Gap("no batch of equal parts", "buffers reused while still needed")
 
 
-def _same(a: Batch, b: Batch) -> bool:
+def _equal_batches(a: Batch, b: Batch) -> bool:
     one, other = named_tensors(a), named_tensors(b)
     return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
 
 
-def _labels(seen: Batches) -> Iterator[Gap]:
-    """Uneven numbers of labels that count, which tell a mean of means from a mean."""
+def _label_gaps(seen: Batches) -> Iterator[Gap]:
+    """Yield gaps of uneven label counts, which distinguish a mean from a mean of means."""
     if not seen.uneven:
         yield Gap("no ignored labels", "means of means, counts of padding")
     if not seen.empty:
         yield Gap("no part without labels", "means over nothing, and parts that weigh nothing")
 
 
-def _inputs(seen: Batches) -> Iterator[Gap]:
+def _input_gaps(seen: Batches) -> Iterator[Gap]:
     if not seen.padded:
         yield Gap("no padding", "masks that are dropped, shifted or not passed on")
     if not seen.classes and any(TOKENS in integers(batch) for batch in seen.all):
@@ -497,9 +493,9 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
     places = [b[POSITIONS] for b in seen.all if POSITIONS in integers(b)]
     if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
         yield Gap("all rows have equal positions", "positions of one row taken for all")
-    if not any(_floats(batch) for batch in seen.all):
+    if not any(_has_floats(batch) for batch in seen.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
 
 
-def _floats(batch: Mapping[str, Any]) -> bool:
+def _has_floats(batch: Mapping[str, Any]) -> bool:
     return any(value.is_floating_point() for value in named_tensors(batch).values())

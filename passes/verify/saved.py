@@ -1,4 +1,4 @@
-"""Saved state: written by the ranks, read by one rank and by the ranks, equal to the last bit."""
+"""Compare saved state bit by bit: written by the ranks, loaded by one rank and by all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
 
 Outputs = Mapping[str, Any]
-_APART = (
+_ATTRIBUTE_NOTE = (
     ", and parameters, buffers and optimizer are: attributes of modules are in no `state_dict`; "
     "`register_buffer` puts a tensor there"
 )
@@ -34,14 +34,14 @@ UNLIKE = Gap(
 )
 
 
-def saved(told: Sequence[Condition]) -> int:
-    """The run whose last state is saved: AdamW's, if it is among them."""
-    return min(1, len(told) - 1)
+def saved(conditions: Sequence[Condition]) -> int:
+    """Return the index of the condition whose final state is saved: AdamW's, if present."""
+    return min(1, len(conditions) - 1)
 
 
-def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
-    """The saved state, loaded by a program of one rank with no rows."""
-    condition = told[saved(told)]
+def loaded(case: Case, conditions: Sequence[Condition], folder: str) -> dict[str, Any]:
+    """Load the saved state into a program of one rank without rows, and return its state."""
+    condition = conditions[saved(conditions)]
     case = condition.case or case
     plain = Plan(case.plan.model, Mesh())
     with ambient(Float64()):
@@ -55,40 +55,46 @@ def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]
 
 
 def reloaded(
-    made: Sequence[Program], case: Case, told: Sequence[Condition], folder: str
+    made: Sequence[Program], case: Case, conditions: Sequence[Condition], folder: str
 ) -> tuple[Outputs, Outputs]:
-    """Return, on a rank, the outputs of the saved program, and of another with its layout and
-    state.
+    """Return, on a rank, the outputs of the saved program and of a second one that loads its state.
 
-    The other one is the first that was made.  Another set of parameters may be frozen in it, by
-    which torch computes in another order: whether `matmul` folds the leading dims of an activation
-    hangs on `requires_grad` of the weight, in evaluation as well.  Where this is all that can be
-    meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
+    The second program is the first that was made. Other parameters may be frozen in it, and torch
+    then computes in another order: whether `matmul` folds the leading dims of an activation depends
+    on the weight's `requires_grad`, in evaluation too. If the outputs differ by roundings only, a
+    program with the same frozen parameters is built, and must give equal bits.
     """
-    saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
-    want, got = _with_state(saver, made[0], batch, folder)
-    rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
+    saver, condition, batch = (
+        made[saved(conditions)],
+        conditions[saved(conditions)],
+        case.batches[0],
+    )
+    want, got = _load_and_evaluate(saver, made[0], batch, folder)
+    rounded = not _are_close(want, got) and _are_close(want, got, RTOL, FLOOR)
     again = condition.case is not None and rounded
-    if any(world.all_gather_object(again)):  # ranks build together or not at all
-        return _with_state(saver, _frozen_alike(case, condition), batch, folder)
+    if any(world.all_gather_object(again)):  # all ranks must build together
+        return _load_and_evaluate(saver, _build_equally_frozen(case, condition), batch, folder)
     return want, got
 
 
-def _with_state(
+def _load_and_evaluate(
     program: Program, other: Program, batch: Batch, folder: str
 ) -> tuple[Outputs, Outputs]:
-    """The outputs of both; the other's last work was an evaluation with weights of its own."""
-    other = replace(other, optimizer=None)  # it may be of another class
+    """Load the state into the second program and return both programs' outputs.
+
+    The second program evaluated last with weights of its own.
+    """
+    other = replace(other, optimizer=None)  # may have another class
     other.load(f"{folder}/state")
-    program.evaluated = other.evaluated = (0, 0)  # what both draw is the same
+    program.evaluated = other.evaluated = (0, 0)  # so that both draw the same
     want, got = program.eval_step(batch), other.eval_step(batch)
     return dict(flattened(want, set())), dict(flattened(got, set()))
 
 
-def _frozen_alike(case: Case, condition: Condition) -> Program:
-    """A program of the condition's own case that has trained a step from other weights.
+def _build_equally_frozen(case: Case, condition: Condition) -> Program:
+    """Build a program of the condition's own case, trained for one step from other weights.
 
-    The frozen ones differ, too: a load that leaves these out shows.
+    The frozen weights differ as well, so a load that skips them shows.
     """
     run = condition.case or case
     run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
@@ -98,14 +104,14 @@ def _frozen_alike(case: Case, condition: Condition) -> Program:
     return program
 
 
-def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    return want.keys() == got.keys() and all(_same(want[k], got[k], rtol, atol) for k in want)
+def _are_close(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    return want.keys() == got.keys() and all(_is_close(want[k], got[k], rtol, atol) for k in want)
 
 
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
-    """Saved under this layout and loaded by one rank: equal to the last bit."""
+    """Compare the state that was saved by all ranks and loaded by one rank, bit by bit."""
     last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
-    held = True  # all that was compared by name is there
+    held = True  # whether all named tensors are right
 
     def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
         error, note = (0.0, "") if same else (1.0, note)
@@ -127,13 +133,13 @@ def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation
     steps = archive["steps"]
     yield row("number of steps", steps == last + 1, f"{steps} steps")
     want, outputs = archive["outputs"]
-    note = "not those of before" + _APART * held
+    note = "not those of before" + _ATTRIBUTE_NOTE * held
     for name, value in want.items():
-        same = name in outputs and _same(value, outputs[name])
+        same = name in outputs and _is_close(value, outputs[name])
         yield row(f"outputs with it: {name}", same, note)
 
 
-def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
+def _is_close(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
     a, b = torch.as_tensor(a), torch.as_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -1,4 +1,4 @@
-"""The two sides of a proof: the original in this process, the program on its ranks."""
+"""The `Case` of a proof, and its two sides: the original here, the program on ranks."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to be proven, with all that a rank needs to run it.
+    """A plan to prove, with everything that a rank needs to run it.
 
-    `batches` one for each step; `prepared` what is known of the plan before there are ranks.
-    `dtype` is the working dtype that is checked beside float64: that of the model if None, not
-    checked if "none".
+    batches   one for each step
+    prepared  facts of the plan that are known before ranks start
+    dtype     the working dtype that is checked besides float64: None is the model's, "none" none
     """
 
     plan: Plan
@@ -78,32 +78,35 @@ class Case:
     seed: int = 0
     dtype: str | None = None
     prepared: Prepared | None = None
-    parted: bool = False  # compare with the original trained by parts: statistics are relaxed
-    tipped: Found | None = None  # numbers that lie where two are as near, as ranks took them
-    chosen: Mapping[Any, Tensor] = field(default_factory=dict)  # by operators, as ranks chose it
-    # the plan that expectations are about and a batch of it, where another one is run
+    parted: bool = False  # the original trains by parts: statistics are relaxed
+    tipped: Found | None = None  # ranks' codes of values midway between two codes
+    chosen: Mapping[Any, Tensor] = field(default_factory=dict)  # ranks' choices, by operator
+    # the plan and a batch that cost expectations are about, if another plan runs
     meant: tuple[Plan, Batch] | None = None
 
     @property
     def cuts(self) -> tuple[Shares, int]:
-        """The replicas that share a batch, and the number of microbatches in each share."""
+        """The number of data-parallel replicas, and the number of microbatches of each."""
         order = self.plan.order
         return self.plan.dealt, 1 if order is None else order.micro
 
     @property
     def table(self) -> Table | None:
-        """The versions of weights that are met, where they are stale; the case is prepared."""
+        """The versions of stale weights that microbatches use; None if weights are never stale.
+
+        The case must be prepared.
+        """
         return table_of(self.prepared.staged) if self.prepared is not None else None
 
     def with_model(self, module: nn.Module) -> Case:
-        """The same for another untouched module of the same names and shapes, changed by rows."""
+        """Return the case with another untouched module of equal names and shapes."""
         return replace(self, plan=replace(self.plan, model=self.plan.model.like(module, True)))
 
 
 def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks: here it is refused, if it is.
+    """Trace the plan once, for all ranks; a plan that cannot run is refused here.
 
-    A case that was prepared keeps its table of bits: what it is compared with has the same.
+    If the case was prepared before, the new one has the same table of bits, so that they compare.
     """
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
@@ -115,22 +118,25 @@ def prepared(case: Case) -> Case:
 
 
 def widened(case: Case) -> Case:
-    """The case on a float64 copy of the model with other parameters, and float64 batches."""
-    return _wide(case, randomised(_typed(case), case.seed))
+    """Return the case in float64, with randomised parameters."""
+    return _with_float64(case, randomised(_in_dtype(case), case.seed))
 
 
 def wide_alone(case: Case) -> Case:
-    """The case on a float64 copy of the model with its own parameters, and float64 batches."""
-    return _wide(case, _typed(case))
+    """Return the case in float64, with the model's own parameters."""
+    return _with_float64(case, _in_dtype(case))
 
 
-def _wide(case: Case, module: nn.Module) -> Case:
-    batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
+def _with_float64(case: Case, module: nn.Module) -> Case:
+    batches = tuple(wide(_cast_batch(case, batch)) for batch in case.batches)
     return replace(case.with_model(as_float64(module)), batches=batches)
 
 
 def as_worked(case: Case) -> Case | None:
-    """The case in the working dtype, from the very weights that the float64 run starts from."""
+    """Return the case in the working dtype, with the same initial weights as the float64 run.
+
+    Returns None if no working dtype is checked. Refuses (S704) an unknown dtype.
+    """
     module = case.plan.model.base.model
     if case.dtype == "none":
         return None
@@ -143,24 +149,24 @@ def as_worked(case: Case) -> Case | None:
                     helps=(f"choose one of {', '.join(DTYPES)}",),
                 )
             )
-        module = _typed(case)
+        module = _in_dtype(case)
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if kinds == {torch.float64}:
         return None
-    batches = tuple(_cast(case, batch) for batch in case.batches)
+    batches = tuple(_cast_batch(case, batch) for batch in case.batches)
     return replace(case.with_model(randomised(module, case.seed)), batches=batches)
 
 
-def _typed(case: Case) -> nn.Module:
-    """The model in the dtype asked for."""
+def _in_dtype(case: Case) -> nn.Module:
+    """Return the model in the requested dtype."""
     module = case.plan.model.base.model
     if case.dtype in (None, "none"):
         return module
     return copied(module).to(getattr(torch, str(case.dtype)))
 
 
-def _cast(case: Case, batch: Batch) -> dict[str, Any]:
-    """The batch with its floats in the dtype asked for: a model takes what it computes in."""
+def _cast_batch(case: Case, batch: Batch) -> dict[str, Any]:
+    """Return a batch with floats in the requested dtype, because a model expects its own dtype."""
     if case.dtype in (None, "none"):
         return dict(batch)
 
@@ -175,13 +181,13 @@ def _cast(case: Case, batch: Batch) -> dict[str, Any]:
 
 
 def modes_of(case: Case) -> Any:
-    """The modes that both sides run under, and the dropout among them."""
+    """Return the modes that both sides run under, and the dropout mode among them."""
     dropout = dropout_of(case)
     return (Float64(), dropout), dropout
 
 
 def dropout_of(case: Case) -> LogicalDropout:
-    """Make the masks that the original draws, as the program does."""
+    """Make the dropout mode that draws the original's masks, as the program does."""
     known = case.prepared
     return LogicalDropout(
         case.seed, unbatched=known.traced.unbatched if known is not None else None
@@ -189,18 +195,19 @@ def dropout_of(case: Case) -> LogicalDropout:
 
 
 def twin(case: Case) -> nn.Module:
-    """A copy of the original, which training may change; experts drop what rows let them drop."""
+    """Copy the original, so that training may change it; experts drop tokens as rows allow."""
     return limited(case.plan, copied(case.plan.model.compared))
 
 
 @contextmanager
-def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Sequential]:
-    """The loop around a copy of the original, as a proof runs it: float64, with logical draws.
+def alone(case: Case, *, in_thread: bool = False, **options: Any) -> Iterator[Sequential]:
+    """Yield the training loop of a copy of the original, as a proof runs it.
 
-    One of several threads runs it `beside` others: then who began them sees to globals.
+    The loop runs in float64 with logical draws. In one of several threads, pass `in_thread`: then
+    the caller protects the globals.
     """
     modes, _ = modes_of(case)
-    kept = nullcontext() if beside else kept_outside(case.plan.model.model, case.loss)
+    kept = nullcontext() if in_thread else kept_outside(case.plan.model.model, case.loss)
     with kept, ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
@@ -208,8 +215,8 @@ def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Seque
         yield subject
 
 
-def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
-    """Observe the original under each condition; and how many dropout masks it drew."""
+def original(case: Case, conditions: Sequence[Condition]) -> tuple[Observation, int]:
+    """Observe the original under each condition; also return the number of dropout masks drawn."""
     modes, dropout = modes_of(case)
 
     def make(condition: Condition) -> Sequential:
@@ -217,24 +224,24 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
 
     chosen = Choices(case.chosen)
     with kept_outside(case.plan.model.model, case.loss), ambient(*modes, chosen):
-        seen = observe(make, told)
+        seen = observe(make, conditions)
     return replace(seen, choices=chosen.found), dropout.drawn
 
 
 def sequential(
     case: Case, condition: Condition, dropout: LogicalDropout | None = None, *, cast: bool = False
 ) -> Sequential:
-    """The loop around a copy of the model, under a condition: plain, or as the rows relax it.
+    """Return the original's training loop under a condition, with the rules that rows relax.
 
-    `cast`: what rows let compute in another dtype does.
+    With `cast`, modules compute in the dtypes that rows allow.
     """
-    subject = _loop(case, condition, dropout, cast)
+    subject = _make_loop(case, condition, dropout, cast)
     if case.prepared is not None:
         subject.rewritten = case.prepared.traced.rewritten
     return subject
 
 
-def _loop(
+def _make_loop(
     case: Case, condition: Condition, dropout: LogicalDropout | None, cast: bool
 ) -> Sequential:
     options: dict[str, Any] = {
@@ -251,7 +258,7 @@ def _loop(
     if cast:
         cast_twin(case.plan, module, options)
     known = case.prepared
-    # around the casts, as a program has it
+    # outside of the casts, as in a program
     module = with_kept(case.plan, module, known, case.tipped)
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
@@ -276,21 +283,26 @@ def _loop(
 
 
 class Distributed:
-    """A program as a subject of observation; all ranks call alike."""
+    """A program as a subject of observation; all ranks make the same calls."""
 
     def __init__(
-        self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
+        self,
+        program: Program,
+        evaluate: bool = False,
+        *,
+        separate_buffers: bool = False,
+        follow: bool = True,
     ) -> None:
-        self.program, self.apart = program, apart  # apart: each replica has buffers of its own
-        # the program says these itself, of whole tensors under original names
+        self.program, self.separate_buffers = program, separate_buffers  # by replica
+        # full tensors under original names
         self.input_gradients, self.buffers = program.input_gradients, program.buffers
-        self.trainable = cache(program.trained)  # ranks ask each other
+        self.trainable = cache(program.trained)  # communicates between ranks
         program.evaluate = evaluate
         dropout = program.assembly.dropout
         self.logical = dropout if isinstance(dropout, LogicalDropout) else None
         if self.logical is not None:
             self.logical.noted = {}
-        else:  # then nobody has asked the modules for their places
+        else:  # otherwise the dropout mode names the modules
             named_sites(program.assembly.module)
         program.follow_inputs = self.follow = follow
         program.keep_output = True
@@ -303,51 +315,51 @@ class Distributed:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Parts that the last output does not hold, and why."""
+        """Parts that the last output does not contain, and why."""
         return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One step of the program."""
-        # what a model writes into what it is given is not to be met again
+        """Do one step of the program."""
+        # a model may write to its inputs
         loss = self.program.train_step(batch if self.follow else followed(batch, grad=False))
         self.grad_norm = self.program.grad_norm
         return loss
 
     def eval_step(self, batch: Batch) -> Any:
-        """The output, without what the last stage cannot give."""
+        """Return the output, without the parts that the last stage cannot give."""
         if self.program.assembly.dropout is not None:
             return self.program.eval_step(batch)
         with ambient(Undrawn(0)):
             return self.program.eval_step(batch)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers, on the first rank, which compares; others lack some."""
+        """Return full parameters and buffers on the first rank; others return only some."""
         return whole.state_dict(self.program.assembly, first_rank)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state, on the first rank."""
+        """Return full optimizer state on the first rank."""
         return _optimizer_state(self.program)
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients, on the first rank; one that no rank has is None."""
+        """Return full gradients on the first rank; None for a gradient that no rank has."""
         found = whole.gradients(self.program.assembly, first_rank)
         return {name: found.get(name) for name in self.trainable()}
 
     def generators(self) -> Mapping[str, Tensor]:
-        """Generators of this rank; those of others are compared as copies."""
+        """Return this rank's generator states; other ranks' are compared as copies."""
         return generators(self.program.assembly.module)
 
     def draws(self) -> list[str]:
-        """The masks drawn by all ranks, in words."""
+        """Return descriptions of the masks that all ranks drew."""
         noted = self.logical.noted if self.logical is not None else None
         return draws_in_words(together(world.all_gather_object(noted)))
 
     def replicas(self) -> Mapping[str, float]:
-        """Differences between copies on different ranks."""
+        """Return the differences between copies on different ranks."""
         everyone = world.all_gather_object(self.generators())
         return {
             **self.program.replica_errors(),
-            **({} if self.apart else self.program.buffer_errors()),
+            **({} if self.separate_buffers else self.program.buffer_errors()),
             **generators_agree(everyone),
         }
 
@@ -358,16 +370,16 @@ def _optimizer_state(program: Program) -> dict[str, dict[str, Any]]:
 
 
 def program_of(case: Case, **options: Any) -> Program:
-    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`.
+    """Build, on a rank, the program of a prepared case; `options` override arguments of `build`.
 
-    Ranks are given one case, so there is nothing to agree on.
+    All ranks receive the same case, so `build` does not compare plans.
     """
     given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
     return build(case.plan, case.batches[0], **({"compare": "nothing"} | given | options))
 
 
 def built(case: Case, condition: Condition) -> Program:
-    """The program that a rank runs under a condition; what it offloads moves, however small."""
+    """Build a rank's program for a condition; offloaded tensors move, however small they are."""
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
     with everything_moves():
@@ -375,21 +387,23 @@ def built(case: Case, condition: Condition) -> Program:
 
 
 def observed(
-    case: Case, told: Sequence[Condition], made: list[Program], *, brief: bool = False
+    case: Case, conditions: Sequence[Condition], made: list[Program], *, brief: bool = False
 ) -> Observation:
-    """One rank's observation of programs, which are noted in `made`; `brief` as of `observe`."""
+    """Observe a rank's programs, and append them to `made`; `brief` as in `observe`."""
 
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
         made.append(program)
-        apart = (condition.case or case).parted
-        return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
+        separate_buffers = (condition.case or case).parted
+        return Distributed(
+            program, condition.evaluate, separate_buffers=separate_buffers, follow=condition.follow
+        )
 
     with kept_outside(case.plan.model.model, case.loss):
-        return observe(make, told, keep=world.rank() == 0, brief=brief)
+        return observe(make, conditions, keep=world.rank() == 0, brief=brief)
 
 
-def tried(case: Case, told: Sequence[Condition], brief: bool = False) -> Observation:
-    """One rank's observation of programs beside that of the proof: to find a row to blame, say."""
+def tried(case: Case, conditions: Sequence[Condition], brief: bool = False) -> Observation:
+    """Observe a rank's program outside of the main proof, for example to find a row to blame."""
     with ambient(Float64()):
-        return observed(case, told, [], brief=brief)
+        return observed(case, conditions, [], brief=brief)

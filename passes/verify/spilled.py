@@ -1,4 +1,4 @@
-"""Tensors in files that processes of one machine map, so that none holds what it does not read."""
+"""Tensors in memory-mapped files that processes share: only pages that are read use memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-LEAST = 2**16  # bytes from which on a tensor goes to a file
+LEAST = 2**16  # smaller tensors stay in memory
 
 
 def released() -> None:
-    """Give the machine back what is free: cycles, and what malloc holds on to between."""
+    """Return free memory to the system: collect cycles, and trim malloc's heap."""
     gc.collect()
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def unhoarded() -> None:
-    """Let malloc give back each block of a MB and more when it is free, from now on.
+    """Let malloc return free blocks of 1 MB and more immediately.
 
-    Else it keeps blocks as large as it has seen free, and the heap grows with what lies between.
+    By default malloc raises this threshold with the blocks that it frees, and the heap grows.
     """
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
@@ -36,7 +36,7 @@ def unhoarded() -> None:
 
 @dataclass(frozen=True)
 class Spilled:
-    """A tensor by the file that has it, or a small one itself."""
+    """A tensor in a file, or a small tensor itself."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,23 +44,23 @@ class Spilled:
     value: Tensor | None = None
 
     def read(self) -> Tensor:
-        """The tensor: the pages of its file that are read."""
+        """Return the tensor; pages of its file are loaded on access."""
         if self.path is None:
             assert self.value is not None
             return self.value
         count = torch.Size(self.shape).numel()
-        with torch._C.DisableTorchFunction():  # modes of a comparison have no say in it
+        with torch._C.DisableTorchFunction():  # function modes must not see this call
             flat = torch.from_file(self.path, shared=True, size=count, dtype=self.dtype)
         return flat.reshape(self.shape)
 
     def drop(self) -> None:
-        """Remove its file: who has it mapped keeps it."""
+        """Remove the file; existing mappings stay valid."""
         if self.path is not None:
             Path(self.path).unlink(missing_ok=True)
 
 
 def spill(value: Tensor, folder: str | None) -> Spilled:
-    """Write a tensor to a new file of a folder; a small one, or without a folder, is kept."""
+    """Write a tensor to a new file in a folder; a small tensor stays in memory."""
     shape, size = tuple(value.shape), value.numel() * value.element_size()
     value = value.detach()
     if folder is None or size < LEAST:
@@ -72,26 +72,26 @@ def spill(value: Tensor, folder: str | None) -> Spilled:
 
 @dataclass
 class Tensors(MutableMapping[Any, "Tensor | None"]):
-    """Tensors by key, each read when it is asked for."""
+    """Dict of tensors that are written to files and read on access."""
 
     folder: str | None = None
     held: dict[Any, Spilled | None] = field(default_factory=dict)
 
     def __setitem__(self, key: Any, value: Tensor | None) -> None:
-        """Write one away."""
+        """Store a tensor."""
         self.held[key] = None if value is None else spill(value, self.folder)
 
     def __getitem__(self, key: Any) -> Tensor | None:
-        """Read one."""
+        """Read a tensor."""
         one = self.held[key]
         return None if one is None else one.read()
 
     def __delitem__(self, key: Any) -> None:
-        """Forget one."""
+        """Remove a key."""
         del self.held[key]
 
     def __iter__(self) -> Iterator[Any]:
-        """All keys, in the order in which they came."""
+        """Iterate over keys in insertion order."""
         return iter(self.held)
 
     def __len__(self) -> int:
@@ -99,5 +99,5 @@ class Tensors(MutableMapping[Any, "Tensor | None"]):
         return len(self.held)
 
     def __or__(self, other: Mapping[Any, Tensor | None]) -> dict[Any, Tensor | None]:
-        """Both, as a dict would."""
+        """Return the union as a dict."""
         return {**self, **other}

@@ -1,4 +1,4 @@
-"""Trials: kernels and compiled regions, run by themselves beside the proof in float64."""
+"""Trials of kernels and compiled regions, run separately from the float64 proof."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from schedlang.runtime.inside import Call, first_calls
 AGAIN, OTHER = "again, with other values", "in another shape"
 
 
-def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[str]]:
-    """The rows of all trials, and what could not be run; one trial for each kind of module.
+def trials(working: Case, conditions: Sequence[Condition]) -> tuple[list[Row], list[str]]:
+    """Return rows of all trials and what could not be run; one trial for each kind of module.
 
-    The case is in the model's own dtype: forwards of its batches give each module its arguments.
+    `working` is in the model's own dtype: forwards of its batches give each module its arguments.
     """
     plan = working.plan
     wanted: dict[Any, tuple[Action, Tried, str]] = {}
@@ -36,7 +36,7 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
     if not wanted:
         return [], []
     named = {fqn for _, _, fqn in wanted.values()}
-    calls = _calls(plan.model.model, list(_batches(working, told)), named)
+    calls = _collect_calls(plan.model.model, list(_trial_batches(working, conditions)), named)
     rows, unchecked = [], []
     for action, row, fqn in wanted.values():
         for trial in row.trial(plan.model.sites[fqn], plan, calls[fqn]):
@@ -47,8 +47,8 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
     return rows, unchecked
 
 
-def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
-    """The given batches and their variants in the working dtype; of text, a shorter one."""
+def _trial_batches(working: Case, conditions: Sequence[Condition]) -> Iterator[Batch]:
+    """Yield the given batches and their variants in the working dtype; of text a shorter one."""
     first = working.batches[0]
 
     def as_given(name: str, value: Any) -> Any:
@@ -58,7 +58,7 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
         return value
 
     yield from working.batches
-    others = [batch for condition in told[1:2] for batch in condition.batches]
+    others = [batch for condition in conditions[1:2] for batch in condition.batches]
     made = [{name: as_given(name, v) for name, v in batch.items()} for batch in others]
     last = made[-1] if made else first
     if TEXT.issuperset(last):
@@ -66,51 +66,51 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
     yield from made
 
 
-def _calls(
+def _collect_calls(
     model: nn.Module, batches: Sequence[Batch], wanted: set[str]
 ) -> dict[str, dict[str, Call]]:
-    """Give each module's first call, one with other values in the same shapes, one in others."""
+    """Return each module's first call, one with other values, and one with other shapes."""
     calls: dict[str, dict[str, Call]] = {}
     model = copied(model).eval()
     for place, batch in enumerate(batches):
         try:
-            found = _called(model, batch, wanted)
-        except Exception:  # whatever the model raises for what its user never gave it
+            found = _first_calls(model, batch, wanted)
+        except Exception:  # any error of the model for a derived batch
             if not place:
                 raise
             continue
         for fqn, call in found.items():
             known = calls.setdefault(fqn, {"": call})
-            alike = _shapes(call) == _shapes(known[""])
-            if not alike or not _equal(call, known[""]):
+            alike = _call_shapes(call) == _call_shapes(known[""])
+            if not alike or not _equal_calls(call, known[""]):
                 known.setdefault(AGAIN if alike else OTHER, call)
         if all(len(known) == 3 for known in calls.values()):
             break
     for known in calls.values():
-        known.setdefault(AGAIN, _turned(known[""]))
+        known.setdefault(AGAIN, _roll_rows(known[""]))
     return {
         fqn: {k: known[k] for k in ("", AGAIN, OTHER) if k in known} for fqn, known in calls.items()
     }
 
 
-def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
-    """The arguments of the first call of each module in a forward."""
+def _first_calls(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
+    """Return the arguments of each module's first call in a forward."""
     with torch.no_grad(), first_calls(model, wanted) as calls:
         called(model, batch)
     return calls
 
 
-def _shapes(call: Call) -> list[Any]:
+def _call_shapes(call: Call) -> list[Any]:
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(call)]
 
 
-def _equal(one: Call, other: Call) -> bool:
+def _equal_calls(one: Call, other: Call) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(other))
     return all(equal(a, b) if isinstance(a, Tensor) else a is b or a == b for a, b in pairs)
 
 
-def _turned(call: Call) -> Call:
-    """The call with the rows of its numbers in another order; what is no number stays."""
+def _roll_rows(call: Call) -> Call:
+    """Return the call with the rows of its float tensors rolled by one."""
 
     def turned(x: Any) -> Any:
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.dim()

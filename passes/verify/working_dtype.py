@@ -1,4 +1,4 @@
-"""Compare the program in its working dtype: with float64, with the original, and loss curves."""
+"""Check the program in its working dtype: errors against float64, loss curves, and casts."""
 
 from __future__ import annotations
 
@@ -45,74 +45,77 @@ from schedlang.runtime.modes import ModeOrFactory, ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.program import Program
 
-# ---- The program in the working dtype, against float64 and against the original's own rounding.
+# ---- The program in the working dtype, compared with float64 by the original's roundings.
 
 
-def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
-    """One rank's observation in the working dtype, and what all ranks chose and rounded."""
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+def rounded(working: Case, conditions: Sequence[Condition], made: list[Program]) -> Observation:
+    """Observe a rank's program in the working dtype, with the choices and codes of all ranks."""
+    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
-        seen = observed(working, first, made, brief=True)  # no more is compared
+        seen = observed(working, first, made, brief=True)  # nothing else is compared
     return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
 
 
 CHOSEN = "as ranks chose"
 TIPPED = "numbers that roundings tip are taken as ranks took them"
 SCALED = "a loss scaled by"
-LESS = 16  # by which part of its scale a loss is scaled less, where that decides what overflows
+LESS = 16  # divides the loss scale if the scale decides which gradients overflow
 Again = Callable[[Case], Observation]
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A program that ran in its working dtype, and what it is held against.
+    """A program that ran in its working dtype, and the data that it is compared with.
 
-    Only rows of the first condition; `exact` is the original in float64, `program` in the other.
-    again   runs the program of another working case; None: it is not run again
-    plain   the original's own first run, where it is known (`as_it_stands`)
+    Only the first condition is compared. `exact` is the original in float64, `program` the program
+    in the working dtype.
+      `again`  runs the program of another working case; None: it cannot run again
+      plain    the original's unperturbed run, if known (`as_it_stands`)
     """
 
     case: Case
     working: Case
-    told: Sequence[Condition]
+    conditions: Sequence[Condition]
     exact: Observation
     program: Observation
     again: Again | None = None
     plain: Observation | None = None
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
-        """Compare the errors of the program with what roundings make of the original.
+        """Compare the program's errors with what roundings make of the original.
 
-        Of one that is known to be `wrong` no more is asked than what one run of the original tells.
+        If the program is known to be `wrong`, one run of the original must do.
 
-        Behind a choice that rounding tips, a top-k of nearly equal scores, is another function. Of
-        activations in fewer bits a number that lies where two are as near falls to either side:
-        one is a whole step of its block off.  Where rows fail for either, the original is run
-        again, in float64 too, and chooses and takes such numbers, and no others, as ranks did.
+        A rounding may change a choice (a top-k of nearly equal scores), and what follows is another
+        function. A rounding may also change the code of an activation midway between two codes,
+        which is a full quantisation step. If rows fail and such choices or codes exist, the
+        original runs again, in float64 too, with the ranks' choices and codes.
         """
         draws, program = 0 if wrong else DRAWS, self.program
         rows = self._against(draws)
         other = tipped(self.exact.choices, program.choices)
         if wrong or all(row.ok for row in rows) or not (program.tipped or other):
             return rows
-        as_taken: dict[str, Any] = {"tipped": program.tipped or None, "chosen": program.choices}
-        case, working = (replace(one, **as_taken) for one in (self.case, self.working))
-        exact, _ = original(case, self.told[:1])
+        codes: Any = program.tipped or None
+        case, working = (
+            replace(one, tipped=codes, chosen=program.choices) for one in (self.case, self.working)
+        )
+        exact, _ = original(case, self.conditions[:1])
         again = replace(self, case=case, working=working, exact=exact, plain=None)
         rows = again._against(draws)
         note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
     def _against(self, draws: int) -> list[Row]:
-        """The rows against the original, whose every run chooses as that in float64 does.
+        """Return rows against the original, whose runs all choose as its float64 run does.
 
-        Which gradients overflow the scale of the loss decides: those of a batch may where those of
-        its parts do not, or the other way round.  What a skipped step shows is then no mistake, and
-        hides one: both sides run again with a lower scale, until they skip the same steps.
+        The loss scale decides which gradients overflow: those of a batch may, where those of its
+        parts do not, or the reverse. Then sides skip different steps, which is no mistake but hides
+        one. Both sides run again with a lower scale, until they skip the same steps.
         """
         exact = self.exact
-        tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
+        tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.conditions[0].name}
         plan = self.working.plan
         seen = replace(exact, tensors=tensors)
         bounds = Bounds(seen, self._run, draws, _plain=self.plain)
@@ -129,24 +132,26 @@ class Rounded:
         return [replace(one, note=one.note or note) for one in rows]
 
     def _run(self, draw: int) -> Observation:
-        return as_it_stands(self.working, self.told, self.exact, draw)
+        return as_it_stands(self.working, self.conditions, self.exact, draw)
 
 
 def as_it_stands(
-    working: Case, told: Sequence[Condition], exact: Observation, draw: int = 0
+    working: Case, conditions: Sequence[Condition], exact: Observation, draw: int = 0
 ) -> Observation:
-    """Observe the original in the working dtype, under the casts of the plan, as it stands or
-    `Nudged` by a draw; it chooses as in float64, `exact`."""
+    """Observe the original in the working dtype under the plan's casts; `Nudged` by a draw > 0.
+
+    The run chooses as the float64 run `exact` does.
+    """
     nudged = Nudged(draw) if draw else nullcontext()
     threads = threads_of_ranks(working.plan.mesh.world)
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     with ambient(dropout_of(working), Choices(exact.choices)), nudged, threads:
         return observe(lambda condition: sequential(working, condition, cast=True), first)
 
 
 def bounds_of(
     model: nn.Module,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     loss: Loss | None = None,
     *,
     autocast: torch.dtype | None = None,
@@ -155,19 +160,22 @@ def bounds_of(
     choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
     rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Bounds:
-    """Tell the bounds of each tensor of any program that trains a model in a low dtype.
+    """Return error bounds for any program that trains a model in a low dtype.
 
-    model     with the weights that ranks start from, in the dtype that they are kept in
-    told      training runs on batches in the dtype that the program is given
-    autocast  what operators compute in, where that is another dtype
-    modes     what the program runs under, such as no dropout
-    ranks     of the program, on this machine: the model takes as many threads as one of them
-    choosing  what a run makes its choices under, of float64 (None) first, then of each draw
-    rounding  what it is rounded by beside its dtype, as in products of eight bits
-    Against the model in float64 from the same weights: the program need not run in it.
+      model     the model with the ranks' initial weights, in the dtype that stores them
+      conditions  training runs, with batches in the program's dtype
+      autocast  dtype of operators, if it is another
+      modes     modes of the program, such as one without dropout
+      ranks     ranks of the program on this machine: the model uses as many threads as one rank
+      choosing  returns the mode of a run's choices: for float64 (None) first, then for each draw
+      rounding  returns a context that rounds besides the dtype, such as products in eight bits
+    The reference is the model in float64 from the same weights; the program need not run in
+    float64.
     """
 
-    def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
+    def seen(
+        module: nn.Module, conditions: Sequence[Condition], *more: ModeOrFactory
+    ) -> Observation:
         def make(c: Condition) -> Sequential:
             twin: Any = copied(module)
             given = loss
@@ -178,34 +186,34 @@ def bounds_of(
             return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
 
         with ambient(*more, *modes):
-            return observe(make, told)
+            return observe(make, conditions)
 
-    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
+    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in conditions]
 
     def run(draw: int) -> Observation:
         with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext(), rounding():
-            return seen(model, told, choosing(draw))
+            return seen(model, conditions, choosing(draw))
 
     return Bounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
 
 
-def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:
-    """Tell how far the original itself magnifies roundings in float64."""
+def magnified(case: Case, conditions: Sequence[Condition], exact: Observation) -> Bounds:
+    """Return bounds of how far the original itself magnifies roundings in float64."""
 
     def run(draw: int) -> Observation:
         with Nudged(draw + 1, wide=True):
-            return original(case, told)[0]
+            return original(case, conditions)[0]
 
     return Bounds(exact, run)
 
 
-# ---- Casts that torch does not run on this machine.
+# ---- Casts that torch cannot run on this machine.
 
 
 def check_cast(working: Case | None) -> None:
-    """Refuse (S895) what torch does not run on this machine under the casts of the rows.
+    """Refuse (S895) casts that torch cannot run on this machine.
 
-    Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
+    The casts run with values: on the meta device kernels accept dtypes that they reject otherwise.
     """
     if working is None or not working.plan.casts:
         return
@@ -226,11 +234,11 @@ def check_cast(working: Case | None) -> None:
     refuse_failing(plan, run)
 
 
-# ---- Rows that say nothing, and choices that rounding tips.
+# ---- Undecided rows, and choices that roundings change.
 
 
 def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows without those of which the original, in its working dtype, has no finite number."""
+    """Drop rows whose original is not finite in the working dtype; return the rest and a note."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
     why = f"{OVERFLOWS} there"
     said = [
@@ -240,7 +248,7 @@ def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
-    """Describe how many of the choices that can be compared are others, by site and operator."""
+    """Describe the number of changed choices, by module and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
     for key, wanted in right.items():
         found = other.get(key)
@@ -255,11 +263,11 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
     ]
 
 
-# ---- Loss curves: the program's and the original's, side by side in the working dtype.
+# ---- Loss curves of program and original in the working dtype.
 
 
 def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
-    """One row for each curve: the step at which it is farthest from the original's."""
+    """Return a row for each loss curve: the step at which it is farthest from the original's."""
     if not curves:
         return []
     steps = max(curve.steps for curve in curves)
@@ -284,7 +292,7 @@ def _original(working: Case, steps: int) -> list[float]:
 
 
 def _program(working: Case, steps: int) -> list[float]:
-    """Train on a rank, and return the losses of the program, whole on each rank."""
+    """Train on a rank, and return the program's losses."""
     program = program_of(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
 

@@ -1,4 +1,4 @@
-"""GitHub's own forms: annotations on a line of a file, and the job's summary as Markdown."""
+"""GitHub annotations on a line of a file, and the job's summary as Markdown."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def on_github() -> bool:
 
 
 def annotation(note: Note, environ: Mapping[str, str] = os.environ) -> str:
-    """The workflow command that shows a note on its line; escaped as the runner unescapes it."""
-    pairs = {"file": _in_workspace(note.file, environ)} if note.file else {}
+    """Return the workflow command that shows a note on its line, escaped for the runner."""
+    pairs = {"file": _workspace_path(note.file, environ)} if note.file else {}
     pairs |= {"line": str(note.line)} if note.file and note.line else {}
     pairs |= {"title": note.title} if note.title else {}
-    said = ",".join(f"{key}={_escaped(value, _PROPERTY)}" for key, value in pairs.items())
-    return f"::{note.level} {said}::{_escaped(note.text, _DATA)}"
+    properties = ",".join(f"{key}={_escape(value, _PROPERTY)}" for key, value in pairs.items())
+    return f"::{note.level} {properties}::{_escape(note.text, _DATA)}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in GitHub's Markdown; a cell may hold any text."""
+    """Format a table in GitHub's Markdown; a cell may hold any text."""
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_escape_cell, line))} |\n" for line in lines)
 
 
 def summarize(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Append Markdown to the job's summary; False where there is none to append to."""
+    """Append Markdown to the job's summary; return False if there is no summary."""
     path = environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return False
@@ -51,16 +51,16 @@ def summarize(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
-def _in_workspace(file: str, environ: Mapping[str, str]) -> str:
-    """The path as the repository knows it: relative to the workspace where it lies there."""
+def _workspace_path(file: str, environ: Mapping[str, str]) -> str:
+    """Return the path relative to the workspace, if the file is inside of it."""
     root = environ.get("GITHUB_WORKSPACE") or os.getcwd()
     relative = os.path.relpath(os.path.abspath(file), root)
     return file if relative.startswith(os.pardir) else relative.replace(os.sep, "/")
 
 
-def _escaped(text: str, signs: Mapping[str, str]) -> str:
+def _escape(text: str, signs: Mapping[str, str]) -> str:
     return "".join(signs.get(sign, sign) for sign in text)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

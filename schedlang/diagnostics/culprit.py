@@ -1,4 +1,4 @@
-"""An error that came out of a user's own function, as a message at the line where it arose."""
+"""Refusals for exceptions raised by functions of a user's model file, placed at the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, shown_path
 
-OURS = tuple(  # what a user has not written
+OURS = tuple(  # files that are not the user's
     str(Path(__file__).resolve().parents[2] / room) + os.sep
     for room in ("schedlang", "passes", "primitives")
 )
@@ -26,25 +26,26 @@ HELPS = {
 
 
 def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
-    """The error of a function of the model file (one of CODES), at its own line.
+    """Return the refusal for an error in a function of the model file (one of CODES), at its line.
 
-    Where the error arose deeper, in a library that the function calls, a note says where.
+    Where a library that the function calls raised the error, a note says where.
     """
     file = file_of(function)
     own, notes = frames_in(file, error)
-    said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+    message = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
     label = Label(at_frame(own[-1]), "here") if own else Label()
-    title = f"`{name}` of the model file raises {said}"
+    title = f"`{name}` of the model file raises {message}"
     return Refusal.of(CODES[name], title, label, notes=notes, helps=(HELPS[name],))
 
 
 def frames_in(
     file: str, error: BaseException
 ) -> tuple[list[traceback.FrameSummary], tuple[str, ...]]:
-    """The frames of an error in a file, and a note that says where it arose if that was deeper.
+    """Return the frames of an error in a file, and a note on where it was raised if that was
+    deeper.
 
-    Functions of torch run beneath modes of ours, so that the last frame of all may be one of these:
-    no note names them.
+    Functions of torch run under modes of ours, whose frames may be the innermost: no note names
+    them.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
@@ -57,8 +58,7 @@ def frames_in(
 
 
 def file_of(function: Callable[..., Any]) -> str:
-    """Return the absolute path of the file that defines a function; "" if Python does not know
-    it."""
+    """Return the absolute path of the file that defines a function; "" if unknown."""
     try:
         found = inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # a callable object, a partial function
@@ -67,7 +67,7 @@ def file_of(function: Callable[..., Any]) -> str:
 
 
 def at_frame(frame: traceback.FrameSummary) -> Span:
-    """The expression that a frame was at."""
+    """Return the span of the expression that a frame was executing."""
     try:
         text = Path(frame.filename).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

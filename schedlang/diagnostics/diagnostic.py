@@ -1,6 +1,7 @@
-"""Own errors: what only a mistake of schedlang explains, and what a report of it should hold.
+"""Diagnostics: what went wrong, where, why, and what to write instead; and the exceptions with
+them.
 
-* Diagnostic: what went wrong, where, why, and what to write instead; Refusal raises it.
+`Refusal` is a user's mistake; `OwnError` is an error of schedlang itself.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Spell = Callable[[str], str]
 Facts = tuple[tuple[str, str], ...]
-# how helps are spelled for a caller in Python: `schedlang.language.lift` knows, and says so
+# spells helps for a caller in Python: `schedlang.language.lift` appends its function
 SPELLED: list[Spell] = []
-TYPED = {"<stdin>"}  # lines that Python does not keep: there is nothing to show of them
-SIMILAR = 0.6  # below this a guess does more harm than good
-MOST = 100  # messages that are shown at once
-WIDEST = 160  # columns of a line that are shown
+TYPED = {"<stdin>"}  # sources whose lines Python does not store, so that none can be shown
+SIMILAR = 0.6  # minimal similarity of a guess
+MOST = 100  # messages shown at once
+WIDEST = 160  # columns shown of a line
 LONGEST = 1000  # characters of a sentence
-NARROWEST = 40  # columns that a label below its marks has at least
+NARROWEST = 40  # minimal columns of a label below its marks
 CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd") | {9: " "}
 
 
 @dataclass(frozen=True)
 class Label:
-    """A place and what is to be said about it."""
+    """A place and a text about it."""
 
     span: Span = NOWHERE
     text: str = ""
@@ -43,10 +44,10 @@ class Label:
 
 @dataclass(frozen=True, repr=False)
 class Diagnostic:
-    """One message: a sentence that stands alone, the place, other places, facts, and remedies.
+    """One message: a sentence, the place, further places, notes, remedies and facts.
 
-    `facts` are names and values for programs that act on a message; they are not printed.  No
-    program reads its sentences.
+    `facts` are names and values for programs that act on a message; facts are not printed. No
+    program parses the sentences.
     """
 
     code: str
@@ -59,11 +60,11 @@ class Diagnostic:
     facts: Facts = ()
 
     def fact(self, name: str) -> str | None:
-        """The fact of this name, or None."""
+        """Return the fact of this name, or None."""
         return dict(self.facts).get(name)
 
     def at(self, span: Span) -> Diagnostic:
-        """The same message at `span`, if it does not name a place of its own yet."""
+        """Return the message placed at `span`, if it has no place yet."""
         if self.primary.span:
             return self
         return replace(self, primary=Label(span, self.primary.text))
@@ -73,31 +74,35 @@ class Diagnostic:
         return f"<{self.level}[{self.code}]: {self.title}{at}>"
 
     def render(self, width: int | None = None) -> str:
-        """The message as text, framed as rustc frames its own; sentences in `width` columns.
+        """Format the message as text, framed as rustc does; sentences are wrapped to `width`
+        columns.
 
-        Quoted source is never broken; without a width nothing is."""
+        Quoted source is never wrapped; without a width nothing is.
+        """
         return "\n".join(_render(self, width))
 
     def to_json(self) -> dict[str, object]:
-        """The same facts for machines; places count lines and columns from 1."""
+        """Return the message as plain values; places count lines and columns from 1."""
         return {
             "code": self.code,
             "level": self.level,
-            "title": _short(self.title),
-            "at": {**self.primary.span.to_json(), "label": _short(self.primary.text)},
-            "also": [{**label.span.to_json(), "label": _short(label.text)} for label in self.also],
-            "notes": list(map(_short, self.notes)),
-            "helps": list(map(_short, self.helps)),
-            "facts": [[name, _short(value)] for name, value in self.facts],
+            "title": _shorten(self.title),
+            "at": {**self.primary.span.to_json(), "label": _shorten(self.primary.text)},
+            "also": [
+                {**label.span.to_json(), "label": _shorten(label.text)} for label in self.also
+            ],
+            "notes": list(map(_shorten, self.notes)),
+            "helps": list(map(_shorten, self.helps)),
+            "facts": [[name, _shorten(value)] for name, value in self.facts],
         }
 
 
 class Refusal(Exception):
-    """A user's mistake, or several independent ones, sorted by place; the first `MOST` of them."""
+    """A user's mistake, or several independent ones, sorted by place; at most the first `MOST`."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         assert diagnostics, "a refusal says why"
-        self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_place))
+        self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_sort_key))
         super().__init__(*self.diagnostics)
 
     @classmethod
@@ -112,7 +117,7 @@ class Refusal(Exception):
         *,
         facts: Facts = (),
     ) -> Refusal:
-        """The refusal of one mistake, as `Diagnostic` has it."""
+        """Return the refusal of one mistake, with the fields of a `Diagnostic`."""
         return cls(Diagnostic(code, title, primary, also, notes, helps, facts=facts))
 
     @property
@@ -121,11 +126,11 @@ class Refusal(Exception):
         return self.diagnostics[0]
 
     def at(self, span: Span) -> Refusal:
-        """The same refusal, its homeless messages placed at `span`."""
+        """Return the refusal with its messages without a place placed at `span`."""
         return Refusal(*(d.at(span) for d in self.diagnostics))
 
     def render(self, width: int | None = None) -> str:
-        """All messages, a blank line between two."""
+        """Format all messages, with a blank line between two."""
         return "\n\n".join(d.render(width) for d in self.diagnostics)
 
     def __str__(self) -> str:
@@ -133,7 +138,7 @@ class Refusal(Exception):
 
 
 def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first `MOST` messages; the last of them says where there are more."""
+    """Return the first `MOST` messages; the last one notes that there are more."""
     if len(diagnostics) <= MOST:
         return tuple(diagnostics)
     *first, last = diagnostics[:MOST]
@@ -144,7 +149,7 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
 
 
 def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: refusals without a place stand at the caller's line of Python."""
+    """Return a decorator: refusals without a place get the caller's line of Python."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -162,7 +167,8 @@ def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def at_their_callers_lines(cls: type[T]) -> type[T]:
-    """A class whose public methods and properties place what they refuse at the caller's line."""
+    """Decorate a class: refusals of its public methods and properties get the caller's line of
+    Python."""
     for name, found in list(vars(cls).items()):
         if name.startswith("_") and name != "__call__":
             continue
@@ -175,7 +181,7 @@ def at_their_callers_lines(cls: type[T]) -> type[T]:
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """The one option similar enough to `word` to be meant, or None."""
+    """Return the option most similar to `word`, or None if none is similar enough."""
     known = sorted(set(options))
     low = {option.lower(): option for option in reversed(known)}
     hits = difflib.get_close_matches(word.lower(), list(low), 1, SIMILAR)
@@ -183,7 +189,7 @@ def closest(word: str, options: Iterable[str]) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """The class of a value, with its article: `an int`, `a Tensor`; or `None`."""
+    """Return the class of a value with its article: `an int`, `a Tensor`; or `None`."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -191,79 +197,83 @@ def kind_of(value: object) -> str:
 
 
 def quoted(names: Iterable[str], most: int = 8) -> str:
-    """`a`, `b`, `c`: names in code marks, cut after `most` of them."""
+    """Format names in code marks, at most `most` of them: `a`, `b`, `c`."""
     every = list(names)
     shown = ", ".join(f"`{name}`" for name in every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
 
 
 def guess(word: str, options: Iterable[str], choose: str) -> str:
-    """The help for an unknown `word`: the one that was meant, else all of them."""
+    """Return the help for an unknown `word`: the closest option, else all options."""
     known = list(options)
     near = closest(word, known)
     return f"did you mean `{near}`?" if near else f"{choose} {quoted(known)}"
 
 
 def unknown(word: str, options: Iterable[str] = (), form: str = "{}") -> Facts:
-    """The facts of an unknown `word`: it, and the option that was meant, which stands as `form`."""
+    """Return the facts for an unknown `word`: the word, and the closest option, formatted by
+    `form`."""
     near = closest(word, options)
     return (("unknown", word), *((("meant", form.format(near)),) if near else ()))
 
 
-def _place(d: Diagnostic) -> tuple[str, int, int]:
+def _sort_key(d: Diagnostic) -> tuple[str, int, int]:
     return d.primary.span.source.name, d.primary.span.line, d.primary.span.col
 
 
-def _width(text: str) -> int:
-    """Columns that a terminal needs for `text`."""
+def _display_width(text: str) -> int:
+    """Return the columns that a terminal needs for `text`."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-def _short(text: str) -> str:
-    """A sentence, cut where it quotes something very long."""
+def _shorten(text: str) -> str:
+    """Shorten a sentence that quotes something very long."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _framed(label: Label, sign: str) -> tuple[str, str]:
-    """A label's line, or what of a very long one is around it, and the ^^^ or --- under it."""
+def _frame_line(label: Label, sign: str) -> tuple[str, str]:
+    """Return a label's source line (of a very long one, the part around the label), and its ^^^ or
+    ---."""
     span = label.span
     row = span.source.line(span.line).translate(CONTROL)
     end = span.end_col if span.end_line == span.line else len(row) + 1
-    missing = max(0, span.col - 1 - len(row))  # it may lie behind the end: what is missing there
+    missing = max(0, span.col - 1 - len(row))  # columns from the line's end to a span behind it
     first = max(0, span.col - WIDEST // 4) if len(row) > WIDEST else 0
     last = first + WIDEST if len(row) > WIDEST else len(row)
     left, right = "..." if first else "", "..." if last < len(row) else ""
     before, under = left + row[first : span.col - 1], row[span.col - 1 : min(end - 1, last)]
-    marks = f"{' ' * (_width(before) + missing)}{sign * max(1, _width(under))}"
+    marks = f"{' ' * (_display_width(before) + missing)}{sign * max(1, _display_width(under))}"
     return f"{left}{row[first:last]}{right}", marks
 
 
-def _labelled(marks: str, text: str, width: int | None) -> list[str]:
-    """Marks with their text behind them, or below them where both do not fit a line."""
+def _label_lines(marks: str, text: str, width: int | None) -> list[str]:
+    """Return the marks with their text after them, or below them where both do not fit a line."""
     if not text or width is None or len(marks) + 1 + len(text) <= width:
         return [f"{marks} {text}".rstrip()]
     left = len(marks) - len(marks.lstrip())
     return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]
 
 
-def _frame(labels: list[Label], primary: Label, gutter: int, width: int | None) -> Iterable[str]:
-    """The marked lines of one source, `...` where lines are left out."""
+def _frame_source(
+    labels: list[Label], primary: Label, gutter: int, width: int | None
+) -> Iterable[str]:
+    """Yield the marked lines of one source, `...` where lines are left out."""
     room = None if width is None else max(width - gutter - len(" | "), NARROWEST)
     last, shown = None, ""
     for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
         number = label.span.line
-        row, marks = _framed(label, "^" if label is primary else "-")
+        row, marks = _frame_line(label, "^" if label is primary else "-")
         if last is not None and number > last + 1:
             yield "..."
         if number != last or row != shown:
             yield f"{number:>{gutter}} | {row}".rstrip()
         last, shown = number, row
-        for line in _labelled(marks, _short(label.text), room):
+        for line in _label_lines(marks, _shorten(label.text), room):
             yield f"{' ' * gutter} | {line}"
 
 
 def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
-    yield from wrapped(_short(d.title), width, f"{d.level}[{d.code}]: ", None)
+    yield from wrapped(_shorten(d.title), width, f"{d.level}[{d.code}]: ", None)
     placed = [label for label in (d.primary, *d.also) if label.span]
     gutter = len(str(max((label.span.line for label in placed), default=0)))
     by_source: dict[Source, list[Label]] = {}
@@ -276,33 +286,33 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
             yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
         if source.text:
             yield f"{' ' * gutter} |"
-            yield from _frame(labels, d.primary, gutter, width)
+            yield from _frame_source(labels, d.primary, gutter, width)
             yield f"{' ' * gutter} |"
-    told = [] if d.primary.span.source.text else [d.primary.text]
-    told += [
-        f"{label.span}: {_short(label.text)}"
+    extra_notes = [] if d.primary.span.source.text else [d.primary.text]
+    extra_notes += [
+        f"{label.span}: {_shorten(label.text)}"
         for label in d.also
         if label.span and label.text and not label.span.source.text
     ]
-    said = [("note", note) for note in (*told, *d.notes) if note]
-    for kind, text in (*said, *(("help", text) for text in _helps(d))):
-        yield from wrapped(_short(text), width, f"{' ' * gutter} = {kind}: ", None)
+    entries = [("note", note) for note in (*extra_notes, *d.notes) if note]
+    for kind, text in (*entries, *(("help", text) for text in _spell_helps(d))):
+        yield from wrapped(_shorten(text), width, f"{' ' * gutter} = {kind}: ", None)
 
 
-def _helps(d: Diagnostic) -> Iterator[str]:
+def _spell_helps(d: Diagnostic) -> Iterator[str]:
     """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
     spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
     yield from map(spell, d.helps)
 
 
 class OwnError(AssertionError):
-    """A mistake of ours, found out before it was said of the user's model."""
+    """An error of schedlang, detected before it is blamed on the user's model."""
 
     def __init__(self, found: str, *facts: str) -> None:
         from schedlang import __version__
 
-        asked = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
+        details = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
         super().__init__(
             f"an error of schedlang, not of the model: {found}\nplease report it, with\n"
-            + "\n".join(f"  {fact}" for fact in asked)
+            + "\n".join(f"  {fact}" for fact in details)
         )

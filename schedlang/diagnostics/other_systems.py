@@ -1,7 +1,6 @@
-"""Verbs, orders and arguments in words of other systems and papers: tables, no code.
+"""Words of other systems and papers (verbs, orders, arguments), with what to write here: tables.
 
-* Verbs and orders in words of other systems and papers, and what is here: tables, no code.
-* Arguments in words of other systems and papers, and what is written here: a table, no code.
+Used in help texts when a word is unknown.
 """
 
 from __future__ import annotations
@@ -17,85 +16,89 @@ _MICRO = 'a batch is cut into microbatches by `pipeline(order="1F1B", micro=4)`'
 _SPLITS = "`mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)` split a pair"
 
 
-def _told(words: str, *helps: str) -> dict[str, tuple[str, ...]]:
+def _helps_for(words: str, *helps: str) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(words.split(), helps)
 
 
 VERBS: Mapping[str, tuple[str, ...]] = {
-    **_told("replicate data_parallel ddp dp broadcast", _COPIES),
-    **_told("fsdp fully_shard fsdp2 hsdp", _SLICES),
-    **_told("zero1 zero_1", "`zero(stage=1, over=dp)` slices optimizer state"),
-    **_told("zero2 zero_2", "`zero(stage=2, over=dp)` slices gradients, too"),
-    **_told("zero3 zero_3", _SLICES),
-    **_told(
+    **_helps_for("replicate data_parallel ddp dp broadcast", _COPIES),
+    **_helps_for("fsdp fully_shard fsdp2 hsdp", _SLICES),
+    **_helps_for("zero1 zero_1", "`zero(stage=1, over=dp)` slices optimizer state"),
+    **_helps_for("zero2 zero_2", "`zero(stage=2, over=dp)` slices gradients, too"),
+    **_helps_for("zero3 zero_3", _SLICES),
+    **_helps_for(
         "reduce allreduce all_reduce",
         "gradients are summed by `zero(stage=0, over=dp)`",
         "in fewer bytes with `compress(gradients, int8, over=dp)` below it",
     ),
-    **_told(
+    **_helps_for(
         "slice split microbatch micro_batch accumulate gradient_accumulation",
         _MICRO,
         'sequences by `pipeline(order="Seq1F1B", micro=4, slices=4)`',
     ),
-    **_told("tensor_parallel tp parallelize column_parallel row_parallel colwise rowwise", _SPLITS),
-    **_told(
+    **_helps_for(
+        "tensor_parallel tp parallelize column_parallel row_parallel colwise rowwise", _SPLITS
+    ),
+    **_helps_for(
         "sequence_parallel sp",
         "between a row and a column: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
         _SEQUENCES,
     ),
-    **_told("ring ring_attention ulysses cp", _SEQUENCES),
-    **_told(
+    **_helps_for("ring ring_attention ulysses cp", _SEQUENCES),
+    **_helps_for(
         "pipeline_parallel pp stages stage",
         "`layers  pipeline_split(over=pp)` cuts stages",
         'and `pipeline(order="1F1B", micro=4)` runs them',
     ),
-    **_told("expert ep moe experts", "`mlp.experts  expert_parallel(over=ep)` spreads experts"),
-    **_told(
+    **_helps_for(
+        "expert ep moe experts", "`mlp.experts  expert_parallel(over=ep)` spreads experts"
+    ),
+    **_helps_for(
         "place shadow",
         "hot experts are with all tokens by `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
     ),
-    **_told(
+    **_helps_for(
         "recompute remat rematerialize activation_checkpointing gradient_checkpointing ckpt",
         _RECOMPUTES,
     ),
-    **_told(
+    **_helps_for(
         "swap stream cpu_offload", "`layers.*  offload(activations, to=cpu)` moves what is saved"
     ),
-    **_told(
+    **_helps_for(
         "quantize quantise",
         "saved activations in few bits: `layers.*  compress(activations, int8)`",
         "arithmetic in sixteen: `cast(bf16)`",
     ),
-    **_told("autocast amp mixed_precision half", "`cast(bf16)` computes in sixteen bits"),
-    **_told("compile jit script torch_compile", "`layers.*.mlp  fuse()` compiles a region"),
-    **_told("kernel swap_kernel", "`layers.*.norm  replace_kernel(rms_norm)`"),
-    **_told("reorder", "weights' gradients wait behind `layers.*  split_backward()`"),
-    **_told("share share_weights", "`layers[2:]  tie()` gives modules one set of parameters"),
-    **_told(
+    **_helps_for("autocast amp mixed_precision half", "`cast(bf16)` computes in sixteen bits"),
+    **_helps_for("compile jit script torch_compile", "`layers.*.mlp  fuse()` compiles a region"),
+    **_helps_for("kernel swap_kernel", "`layers.*.norm  replace_kernel(rms_norm)`"),
+    **_helps_for("reorder", "weights' gradients wait behind `layers.*  split_backward()`"),
+    **_helps_for("share share_weights", "`layers[2:]  tie()` gives modules one set of parameters"),
+    **_helps_for(
         "rewrite",
         "a module of your own takes another's place: `layers.*.mlp  replace(my_mlp)`",
         "a bias apart from its product: `layers.*.mlp.up  decompose(bias)`",
     ),
-    **_told("sync", "`shard` says both ends: `mlp.down  shard(row, output=R, over=tp)`"),
-    **_told("capture trace", "nothing has to be traced: drop the row"),
-    **_told(
+    **_helps_for("sync", "`shard` says both ends: `mlp.down  shard(row, output=R, over=tp)`"),
+    **_helps_for("capture trace", "nothing has to be traced: drop the row"),
+    **_helps_for(
         "plan search tune",
         "stages by what they cost: `layers  pipeline_split(over=pp, balance=time)`",
         "what is recomputed: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
         "a command writes rows for a model and a mesh: `schedlang init MODEL`",
     ),
-    **_told(
+    **_helps_for(
         "simulate", "that is a command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
     ),
-    **_told(
+    **_helps_for(
         "protect", "a program saves and loads its state under any layout: `program.save(path)`"
     ),
-    **_told("init", "a command writes rows for a model: `schedlang init MODEL`"),
-    **_told(
+    **_helps_for("init", "a command writes rows for a model: `schedlang init MODEL`"),
+    **_helps_for(
         "relax",
         'it stands on the step whose rows give something up: `step "name" relax(staleness) {`',
     ),
-    **_told(
+    **_helps_for(
         "cache",
         "no row keeps stale copies of rows of an embedding: "
         "`embed  shard(vocab, over=tp)` splits it",
@@ -141,11 +144,11 @@ ORDER_NAMES = frozenset(
 class Other(NamedTuple):
     """The replacement of an argument that other systems have and schedlang has not.
 
-    here  the argument in its place, `{}` being its value; "": it is left out; None: the whole row
-          becomes `row`; of several the one with the value, or the first, takes its place, and the
-          others go with it where nothing else is said of them
-    why   what a reader may not expect of that
-    row   another row, in the place of this one or (with `here`) beside it
+    here  the argument to write instead, `{}` being its value; "": drop the argument; None: the
+          whole row becomes `row`. Of several, separated by commas, the one with `{}`, or the first,
+          is the replacement; the others are defaults that another argument of their name replaces
+    why   a note for the reader
+    row   another row: instead of this one, or (with `here`) in addition to it
     """
 
     here: str | None = ""
@@ -153,7 +156,7 @@ class Other(NamedTuple):
     row: str = ""
 
 
-Table = Mapping[str, Other]  # by `argument=value`, `argument`, or `=value` for one without a name
+Table = Mapping[str, Other]  # keys: `argument=value`, `argument`, or `=value` for a positional one
 
 _OWN_MASK = "a kernel hides what the model's own mask hides, and is tried against the module"
 _OWN_DRAWS = "masks of dropout are drawn as the model draws them, and nothing is given up"
@@ -176,19 +179,21 @@ _GRID = "a product over a grid of ranks has a verb of its own"
 _EIGHT = "no row computes in eight bits; sixteen are the fewest"
 
 
-def _each(words: str, one: Other) -> dict[str, Other]:
+def _entry_for(words: str, one: Other) -> dict[str, Other]:
     return dict.fromkeys(words.split(), one)
 
 
 ARGUMENTS: Mapping[str, Table] = {
     "checkpoint": {
-        **_each(
+        **_entry_for(
             "save=flash_attention save=sdpa save=flex_attention save=flash save=attn save=attn_out"
             " save=attention_core save=scaled_dot_product_attention",
             Other("attention", "`attention` is whichever kernel computes it"),
         ),
-        **_each("save=matmul save=mm save=gemm save=linears save=matrix_products", Other("linear")),
-        **_each(
+        **_entry_for(
+            "save=matmul save=mm save=gemm save=linears save=matrix_products", Other("linear")
+        ),
+        **_entry_for(
             "save=all_to_all save=all_reduce save=all_gather save=reduce_scatter save=comm",
             Other("collective"),
         ),
@@ -199,33 +204,33 @@ ARGUMENTS: Mapping[str, Table] = {
         "=rotor": Other("plan=rotor, memory=2GiB"),
         "=sqrt": Other("group=sqrt"),
         "=save": Other("save=[attention]"),
-        **_each("mem budget", Other("plan=rotor, memory={}", "a plan fits modules into it")),
-        **_each(
+        **_entry_for("mem budget", Other("plan=rotor, memory={}", "a plan fits modules into it")),
+        **_entry_for(
             "mem=cap budget=cap cap",
             Other(
                 "memory=2GiB, plan=rotor", "a plan fits modules into the memory that it is given"
             ),
         ),
-        **_each("segments into", Other("group=sqrt", "`group` counts the modules of a group")),
-        **_each("policy context_fn", Other("save=[linear]")),
+        **_entry_for("segments into", Other("group=sqrt", "`group` counts the modules of a group")),
+        **_entry_for("policy context_fn", Other("save=[linear]")),
         "ratio": Other(None, _CHOSEN, "layers[:6]  checkpoint()"),
         "offload": Other("", "", "layers.*  offload(activations)"),
-        **_each("use_reentrant preserve_rng_state h reuse =reuse", Other("")),
+        **_entry_for("use_reentrant preserve_rng_state h reuse =reuse", Other("")),
     },
     "offload": {
-        **_each("what=grads what=grad", _GRADIENTS),
-        **_each("what=params what=weights", Other("parameters")),
-        **_each("what=optim what=optimizer_state what=states", Other("optimizer")),
-        **_each("to=nvme to=ssd to=file", Other("disk")),
-        **_each("to=host to=ram to=memory to=pinned", Other("cpu")),
-        **_each("window=auto prefetch=auto =stream", Other("prefetch=1")),
+        **_entry_for("what=grads what=grad", _GRADIENTS),
+        **_entry_for("what=params what=weights", Other("parameters")),
+        **_entry_for("what=optim what=optimizer_state what=states", Other("optimizer")),
+        **_entry_for("to=nvme to=ssd to=file", Other("disk")),
+        **_entry_for("to=host to=ram to=memory to=pinned", Other("cpu")),
+        **_entry_for("window=auto prefetch=auto =stream", Other("prefetch=1")),
         "window": Other("prefetch={}"),
-        **_each("ratio =pipeline_aware group chunk", Other("", _CHOSEN)),
-        **_each("pin_memory non_blocking", Other("", "copies are pinned and beside on a GPU")),
+        **_entry_for("ratio =pipeline_aware group chunk", Other("", _CHOSEN)),
+        **_entry_for("pin_memory non_blocking", Other("", "copies are pinned and beside on a GPU")),
         "optimizer": Other("", "the step is made where its state lies"),
-        **_each("=optimizer =optim", Other("", _ONE, "offload(optimizer, to=cpu)")),
-        **_each("=params =parameters", Other("", _ONE, "offload(parameters, to=cpu)")),
-        **_each("=grads =gradients", Other("", _ONE, "offload(gradients, to=cpu)")),
+        **_entry_for("=optimizer =optim", Other("", _ONE, "offload(optimizer, to=cpu)")),
+        **_entry_for("=params =parameters", Other("", _ONE, "offload(parameters, to=cpu)")),
+        **_entry_for("=grads =gradients", Other("", _ONE, "offload(gradients, to=cpu)")),
         "=activations": Other("", _ONE, "layers.*  offload(activations, to=cpu)"),
         "prefetch=predict": Other("prefetch=1"),
         "stage": Other(
@@ -233,8 +238,8 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
     },
     "compress": {
-        **_each("what=grads what=grad what=reduce", Other("gradients, over=dp")),
-        **_each(
+        **_entry_for("what=grads what=grad what=reduce", Other("gradients, over=dp")),
+        **_entry_for(
             "what=weights what=params what=pipe what=a2a what=pipe.backward",
             Other(
                 None,
@@ -244,68 +249,70 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
         "what=acts": Other("activations"),
         "how=zfp": Other("int8"),
-        **_each("group block_size", Other("block={}")),
-        **_each(
+        **_entry_for("group block_size", Other("block={}")),
+        **_entry_for(
             "error feedback ef",
             Other("error_feedback=true", "`error_feedback` is on if nothing is said"),
         ),
         "stochastic": Other("", "rounding is stochastic always"),
         "=stochastic": Other("", "rounding is stochastic always"),
-        **_each("ema per select warmup two_level =a2a =two_level =adam", Other("")),
+        **_entry_for("ema per select warmup two_level =a2a =two_level =adam", Other("")),
     },
     "cast": {
-        **_each("dtype=half dtype=float16", Other("fp16")),
+        **_entry_for("dtype=half dtype=float16", Other("fp16")),
         "dtype=bfloat16": Other("bf16"),
-        **_each("dtype=float dtype=float32 dtype=full", Other("fp32")),
-        **_each("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Other("bf16", _EIGHT)),
-        **_each(
+        **_entry_for("dtype=float dtype=float32 dtype=full", Other("fp32")),
+        **_entry_for("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Other("bf16", _EIGHT)),
+        **_entry_for(
             "loss_scale=dynamic =loss_scale scaler grad_scaler",
             Other("", "any `fp16` row scales the loss, and follows it"),
         ),
         "loss_scale": Other("scale={}"),
-        **_each("master =master =master_weights", Other("", _AS_STORED)),
+        **_entry_for("master =master =master_weights", Other("", _AS_STORED)),
         "=autocast": Other("", "it is torch's autocast unless `params=true` is said"),
-        **_each("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Other("")),
+        **_entry_for("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Other("")),
         "reduce": Other("", "gradients are summed in the dtype that they are stored in"),
     },
     "fuse": {
-        **_each("with=triton backend=triton with=rowwise", Other("backend=rowwise")),
-        **_each(
+        **_entry_for("with=triton backend=triton with=rowwise", Other("backend=rowwise")),
+        **_entry_for(
             "with=inductor with=compile with=torch_compile with=nvfuser with=torchscript"
             " backend=compile backend=torchscript backend=nvfuser",
             Other("backend=inductor"),
         ),
         "with=auto": Other("backend=auto"),
         "rng": Other("", _OWN_DRAWS),
-        **_each("fullgraph dynamic mode", Other("", "a region is one graph, or it is refused")),
+        **_entry_for(
+            "fullgraph dynamic mode", Other("", "a region is one graph, or it is refused")
+        ),
     },
     "replace_kernel": {
         "causal": Other("", _OWN_MASK),
-        **_each(
+        **_entry_for(
             "mask window dropout dropout_p scale softcap is_causal softmax_scale",
             Other("", _OWN_MASK),
         ),
-        **_each("eps offset block", Other("", "it is found by probing the module")),
-        **_each("kernel=flash kernel=fa kernel=flash_attn", Other("flash_attention")),
-        **_each("kernel=flex", Other("flex_attention")),
-        **_each(
+        **_entry_for("eps offset block", Other("", "it is found by probing the module")),
+        **_entry_for("kernel=flash kernel=fa kernel=flash_attn", Other("flash_attention")),
+        **_entry_for("kernel=flex", Other("flex_attention")),
+        **_entry_for(
             "kernel=attention kernel=xformers kernel=scaled_dot_product_attention", Other("sdpa")
         ),
-        **_each(
+        **_entry_for(
             "kernel=grouped_gemm kernel=grouped_mm kernel=megablocks kernel=scatter2scatter"
             " kernel=scattermoe",
             Other("grouped"),
         ),
-        **_each(
+        **_entry_for(
             "kernel=swiglu kernel=geglu kernel=liger.swiglu kernel=liger.geglu", Other("gated")
         ),
         "kernel=liger.rope": Other("rope"),
         "kernel=liger.cross_entropy": Other("cross_entropy"),
-        **_each(
+        **_entry_for(
             "kernel=liger.fused_linear_cross_entropy kernel=fused_linear_cross_entropy",
             Other("linear_cross_entropy"),
         ),
-        **_each(
+        **_entry_for(
             "kernel=sliding_window kernel=tiled_gemm",
             Other(
                 None,
@@ -316,16 +323,16 @@ ARGUMENTS: Mapping[str, Table] = {
     },
     "decompose": {"what=linear": Other("bias")},
     "pipeline_split": {
-        **_each("balance=peak_memory balance=mem", Other("memory")),
-        **_each("balance=flops balance=latency balance=cost", Other("time")),
+        **_entry_for("balance=peak_memory balance=mem", Other("memory")),
+        **_entry_for("balance=flops balance=latency balance=cost", Other("time")),
         "balance=parameters": Other("params"),
-        **_each("balance=layers balance=uniform balance=none", Other("even")),
-        **_each("order schedule using =", _ORDER),
-        **_each(
+        **_entry_for("balance=layers balance=uniform balance=none", Other("even")),
+        **_entry_for("order schedule using =", _ORDER),
+        **_entry_for(
             "into stages parts",
             Other("", "as many stages as `over` has ranks, times the `chunks` of the order"),
         ),
-        **_each(
+        **_entry_for(
             "chunks waves directions",
             Other(
                 "",
@@ -334,42 +341,44 @@ ARGUMENTS: Mapping[str, Table] = {
             ),
         ),
         "side": Other("", "a stage begins with the module that is named"),
-        **_each(
+        **_entry_for(
             "micro microbatches", Other("", "the order says it", 'pipeline(order="1F1B", micro={})')
         ),
     },
     "pipeline": {
-        **_each("schedule using", Other('order="{}"')),
-        **_each("microbatches num_microbatches n_microbatches micro_batches", Other("micro={}")),
-        **_each("accumulate gradient_accumulation_steps", Other("micro={}")),
-        **_each("into stages", Other("", "", "layers  pipeline_split(over=pp)")),
-        **_each("stash checkpoint", Other("")),
+        **_entry_for("schedule using", Other('order="{}"')),
+        **_entry_for(
+            "microbatches num_microbatches n_microbatches micro_batches", Other("micro={}")
+        ),
+        **_entry_for("accumulate gradient_accumulation_steps", Other("micro={}")),
+        **_entry_for("into stages", Other("", "", "layers  pipeline_split(over=pp)")),
+        **_entry_for("stash checkpoint", Other("")),
     },
     "zero": {
         "reshard_after_forward": Other("reshard={}"),
-        **_each(
+        **_entry_for(
             "unit =unit =chunk capture", Other("", "units are the elements of the model's lists")
         ),
-        **_each("offload cpu_offload", Other("", "", "offload(optimizer, to=cpu)")),
-        **_each(
+        **_entry_for("offload cpu_offload", Other("", "", "offload(optimizer, to=cpu)")),
+        **_entry_for(
             "secondary group",
             Other("", "slices stay within an axis of a mesh", "zero(stage=0, over=nodes)"),
         ),
     },
     "shard": {
-        **_each(
+        **_entry_for(
             "style=column style=colwise style=columnwise style=column_parallel by=column",
             Other("col"),
         ),
-        **_each("style=rowwise style=row_parallel", Other("row")),
-        **_each(
+        **_entry_for("style=rowwise style=row_parallel", Other("row")),
+        **_entry_for(
             "style=seq style=sequence",
             Other("input=S(seq), output=S(seq)", "a norm between two sharded layers"),
         ),
-        **_each("style=vocab_parallel style=embedding", Other("vocab")),
+        **_entry_for("style=vocab_parallel style=embedding", Other("vocab")),
         "style=summa": Other(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
         "style=cube": Other(None, _GRID, "layers.*.mlp.up  grid(cube, over=(x, y, z))"),
-        **_each(
+        **_entry_for(
             "style=h style=w style=spatial",
             Other(
                 None,
@@ -382,14 +391,14 @@ ARGUMENTS: Mapping[str, Table] = {
             "what a module wants and gives is said at its ends",
             "layers.*.attn  shard(input=S(2), output=S(1), over=cp)",
         ),
-        **_each(
+        **_entry_for(
             "style=batch style=data",
             Other(None, "the batch is split over the axes of `zero`", "zero(stage=0, over=dp)"),
         ),
         "by=col": Other("col"),
         "by=row": Other("row"),
         "by=vocab": Other("vocab"),
-        **_each(
+        **_entry_for(
             "rng=per_rank rng",
             Other(
                 "",
@@ -397,48 +406,52 @@ ARGUMENTS: Mapping[str, Table] = {
                 " the same numbers as one process",
             ),
         ),
-        **_each("gather_output", Other("output=R")),
+        **_entry_for("gather_output", Other("output=R")),
         "input_is_parallel": Other("input=S(-1)"),
         "sequence_parallel": Other("output=S(seq)"),
-        **_each("halo stride", Other("", "how far neighbours reach is found by tracing")),
+        **_entry_for("halo stride", Other("", "how far neighbours reach is found by tracing")),
     },
     "context_parallel": {
-        **_each("method=ring_attention method=p2p", Other("ring")),
-        **_each("method=all_gather method=allgather method=kv_gather", Other("gather")),
-        **_each("method=all_to_all method=a2a method=deepspeed_ulysses", Other("ulysses")),
-        **_each("method=two_d method=loongtrain", Other("usp")),
-        **_each("method=n_body method=wallfacer", Other("nbody")),
+        **_entry_for("method=ring_attention method=p2p", Other("ring")),
+        **_entry_for("method=all_gather method=allgather method=kv_gather", Other("gather")),
+        **_entry_for("method=all_to_all method=a2a method=deepspeed_ulysses", Other("ulysses")),
+        **_entry_for("method=two_d method=loongtrain", Other("usp")),
+        **_entry_for("method=n_body method=wallfacer", Other("nbody")),
         "method=burst": Other("double_ring"),
-        **_each("layout=head_tail layout=load_balanced layout=balanced", Other("layout=zigzag")),
-        **_each("layout=stripe layout=round_robin", Other("layout=striped")),
+        **_entry_for(
+            "layout=head_tail layout=load_balanced layout=balanced", Other("layout=zigzag")
+        ),
+        **_entry_for("layout=stripe layout=round_robin", Other("layout=striped")),
         "balance": Other("layout=zigzag", "a layout gives all ranks equal work"),
         "double": Other("", "rings in rings have a word: `double_ring, over=(nodes, gpus)`"),
-        **_each("blockwise store inner_ring first causal c", Other("")),
+        **_entry_for("blockwise store inner_ring first causal c", Other("")),
     },
     "expert_parallel": {
-        **_each("dispatch=a2a dispatch=alltoall dispatch=all2all", Other("dispatch=all_to_all")),
-        **_each("=a2a =all_to_all", Other("dispatch=all_to_all")),
-        **_each("dispatch=allgather dispatch=all_gather =gather", Other("dispatch=gather")),
+        **_entry_for(
+            "dispatch=a2a dispatch=alltoall dispatch=all2all", Other("dispatch=all_to_all")
+        ),
+        **_entry_for("=a2a =all_to_all", Other("dispatch=all_to_all")),
+        **_entry_for("dispatch=allgather dispatch=all_gather =gather", Other("dispatch=gather")),
         "=fetch": Other("dispatch=fetch"),
         "=experts": Other(""),
         "=adaptive": Other(""),
-        **_each(
+        **_entry_for(
             "capacity=inf capacity=infinite", Other("", "no token is dropped if nothing is said")
         ),
         "capacity_factor": Other("capacity={}"),
-        **_each("degree slices parts", Other("chunks={}")),
-        **_each("tp tensor", Other("inner=tp")),
-        **_each("top top_k group residual topology_loss", Other("", _ROUTER)),
-        **_each("prefetch share", Other("")),
+        **_entry_for("degree slices parts", Other("chunks={}")),
+        **_entry_for("tp tensor", Other("inner=tp")),
+        **_entry_for("top top_k group residual topology_loss", Other("", _ROUTER)),
+        **_entry_for("prefetch share", Other("")),
     },
     "overlap": {
-        **_each(
+        **_entry_for(
             "what=reduce what=allreduce what=all_reduce what=grads what=reduce_scatter what=grad",
             _GRADIENTS,
         ),
-        **_each("what=p2p what=send what=recv what=sends", _TRANSFERS),
-        **_each("what=gather what=all_gather what=allgather what=params", _BEHIND),
-        **_each(
+        **_entry_for("what=p2p what=send what=recv what=sends", _TRANSFERS),
+        **_entry_for("what=gather what=all_gather what=allgather what=params", _BEHIND),
+        **_entry_for(
             "what=all_to_all what=a2a what=alltoall what=dispatch what=combine", _EXPERTS_BESIDE
         ),
         "what=load": Other(
@@ -451,16 +464,18 @@ ARGUMENTS: Mapping[str, Table] = {
             "hot experts come to all tokens",
             "layers.*.mlp.experts  expert_parallel(over=ep, shadow=[0])",
         ),
-        **_each(
+        **_entry_for(
             "what=priority what=first_layer_first what=optimal_order",
             Other("gradients", "sums begin in the order in which backward makes them"),
         ),
         "into": Other(""),
-        **_each("with priority", Other("", "what runs beside is whatever there is to compute")),
+        **_entry_for(
+            "with priority", Other("", "what runs beside is whatever there is to compute")
+        ),
     },
-    "split_backward": _each("=wgrad =late wgrad", Other("")),
-    "pad": _each("to multiple_of", Other("multiple={}")),
-    "freeze": _each(
+    "split_backward": _entry_for("=wgrad =late wgrad", Other("")),
+    "pad": _entry_for("to multiple_of", Other("multiple={}")),
+    "freeze": _entry_for(
         "names=grad_norm names=rotate",
         Other(None, "which modules are trained is said by a selector", "layers[:2]  freeze()"),
     ),

@@ -1,6 +1,6 @@
-"""Source and Span: a text with a name, and a place in it (a schedule file or a Python file).
+"""Sources and spans: a named text, and a place in it (a schedule file or a Python file).
 
-* Reading files whole: regular ones, of a bounded size.  Nothing waits for a pipe, or for ever.
+Also bounded reading of regular files, which never blocks on a pipe or device.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MOST = 2**28  # bytes; a table of eight million operations has a third of it
 
 @contextmanager
 def regular(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to read from; OSError also where it is a device or a pipe."""
-    with open(path, "rb", opener=_at_once) as file:
+    """Open a file for reading; raises OSError also for a device or a pipe."""
+    with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield file
 
 
 def bytes_of(path: str | Path, most: int = MOST) -> bytes:
-    """All that a regular file holds; OSError also where that is too much."""
+    """Return the bytes of a regular file; raises OSError also for more than `most` bytes."""
     with regular(path) as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -41,12 +41,12 @@ def bytes_of(path: str | Path, most: int = MOST) -> bytes:
 
 
 def text_of(path: str | Path) -> str:
-    """The same, as the UTF-8 text that it is; UnicodeDecodeError where it is none."""
+    """Return the text of a regular UTF-8 file; raises UnicodeDecodeError for other encodings."""
     return bytes_of(path).decode("utf-8").replace("\r\n", "\n")
 
 
-def _at_once(path: str, flags: int) -> int:
-    """Open a file without waiting until somebody writes into a pipe."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting for a writer of a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -55,7 +55,7 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # schedlang/
 
 @dataclass(frozen=True)
 class Source:
-    """A text and the name a user knows it by; `python`: it is a program, not a schedule."""
+    """A text and the name shown for it; `python`: the text is a program, not a schedule."""
 
     name: str
     text: str = field(repr=False)
@@ -63,11 +63,11 @@ class Source:
 
     @property
     def lines(self) -> list[str]:
-        """The lines without their ends, split where the language splits them."""
+        """The lines without their ends, split as the language splits them."""
         return self.text.replace("\r\n", "\n").split("\n")
 
     def line(self, number: int) -> str:
-        """Line `number`, counted from 1; the empty string where the text has no such line."""
+        """Return line `number`, counted from 1; "" if the text has no such line."""
         lines = self.lines
         return lines[number - 1] if 0 < number <= len(lines) else ""
 
@@ -93,7 +93,7 @@ class Span:
         return Span(self.source, self.line, self.col, other.end_line, other.end_col)
 
     def to_json(self) -> dict[str, object]:
-        """File, lines and columns, for machines."""
+        """Return file, lines and columns as plain values."""
         return {
             "file": self.source.name,
             "line": self.line,
@@ -108,19 +108,25 @@ NOWHERE = Span(Source("", ""), 0, 0, 0, 0)
 
 @lru_cache(maxsize=64)
 def _interned(name: str, text: str) -> Source:
-    """One object per text, so that a pickled plan carries each file once."""
+    """Return one object per text, so that a pickled plan holds each file once."""
     return Source(name, text, python=True)
 
 
 def shown_path(filename: str) -> str:
-    """A path below the working directory is shown relative to it."""
+    """Return a path relative to the working directory, if it is below it."""
     here = os.getcwd() + os.sep
     return filename.removeprefix(here)
 
 
-# they call what we gave them; who calls them is whom a message is for
-BETWEEN = {"contextlib", "functools", "schedlang", "torch"}  # ours: code that lies in no file
-# they run verbs, tests of schedules and ranks: beyond them stands no line of a user's
+# packages that call our functions: a message is for their callers
+BETWEEN = {
+    "contextlib",
+    "copy",
+    "functools",
+    "schedlang",  # code without a file
+    "torch",
+}
+# packages that run verbs, tests and ranks: no line of the user's is beyond them
 RUNNERS = {
     "_pytest",
     "asyncio",
@@ -131,36 +137,37 @@ RUNNERS = {
     "threading",
     "typer",
 }
-RANKS = "__runs_ranks__"  # what a module says that calls a function on every rank
+RANKS = "__runs_ranks__"  # a global of modules that call a function on every rank
 
 
 def _is_ours(frame: FrameType) -> bool:
     filename = os.path.abspath(frame.f_code.co_filename)
-    return filename.startswith(HOME + os.sep) or _home(frame) in BETWEEN
+    return filename.startswith(HOME + os.sep) or _package_name(frame) in BETWEEN
 
 
-def _home(frame: FrameType) -> str:
-    """The name of the package that a frame runs."""
+def _package_name(frame: FrameType) -> str:
+    """Return the name of the package whose code a frame runs."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _users_frame() -> FrameType | None:
-    """The nearest frame outside this package; None where none called it, as on a rank of ours."""
+    """Return the nearest frame outside of this package; None if there is none, as on our own
+    ranks."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_ours(frame) and RANKS not in frame.f_globals:
         frame = frame.f_back
-    if frame is None or RANKS in frame.f_globals or _home(frame) in RUNNERS:
+    if frame is None or RANKS in frame.f_globals or _package_name(frame) in RUNNERS:
         return None
     return frame
 
 
 def python_span() -> Span:
-    """The place in the caller's Python code, of the nearest frame that is no library's."""
+    """Return the place in the caller's Python code: the nearest frame of the user's."""
     frame = _users_frame()
     if frame is None:
         return NOWHERE
     filename = frame.f_code.co_filename
-    linecache.checkcache(filename)  # a script that was edited and is run again in one process
+    linecache.checkcache(filename)  # the script may have been edited since, in the same process
     source = _interned(shown_path(filename), "".join(linecache.getlines(filename, frame.f_globals)))
     at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, col, end_col = at

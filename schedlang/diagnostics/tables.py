@@ -1,9 +1,6 @@
-"""Tables of a terminal: columns that are too many for a line go below, names are never cut.
+"""Tables and wrapped text for a terminal, small HTML tables for notebooks, and readable numbers.
 
-And small ones of a notebook, as HTML.
-
-* Bytes and counts as people read them.
-* Tables of a notebook.
+A table that is too wide is printed in several parts; names are never broken.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from typing import TextIO
 
 
 def size(count: int) -> str:
-    """Bytes for people: 62.7 MiB."""
+    """Format bytes: 62.7 MiB."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 999.5 or unit == "TiB":
@@ -28,7 +25,7 @@ def size(count: int) -> str:
 
 
 def seconds(time: float) -> str:
-    """1.5 s, 20 ms, 3 us"""
+    """Format a time in seconds: 1.5 s, 20 ms, 3 us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if time * factor >= 1:
             return f"{time * factor:.4g} {unit}"
@@ -36,7 +33,7 @@ def seconds(time: float) -> str:
 
 
 def number(count: int) -> str:
-    """A count for people: 124.4 M."""
+    """Format a count: 124.4 M."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -45,26 +42,26 @@ def number(count: int) -> str:
 
 Row = Sequence[str]
 GAP = "  "
-PLAIN = 80  # columns of messages where no terminal says how many there are
-# what is written in code marks, and shapes; their spaces meanwhile
+PLAIN = 80  # columns of messages without a terminal
+# code marks and shapes, never broken; their spaces while wrapping
 CODE, GLUE = re.compile(r"`[^`\n]*`|\[[\d, ]+\]"), "\0"
 
 
 def columns(out: TextIO | None = None) -> int | None:
-    """The columns of the terminal; None where the output goes elsewhere, and may be any width."""
+    """Return the columns of the terminal; None (unlimited) for other outputs."""
     return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
 
 
 def for_messages(out: TextIO | None = None) -> int:
-    """The columns that messages are broken at: those of the terminal, 80 in files and pipes."""
+    """Return the columns for messages: those of the terminal, 80 for files and pipes."""
     return columns(out) or PLAIN
 
 
 def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
-    """Lines broken between words, never within one, nor within `what is to be pasted`.
+    """Wrap text between words, never inside a word or inside `code to be pasted`.
 
-    Those after the first stand `more` in; None: as far in as the first text, whatever stands there.
-    Lines of a text that has several stay lines; those that begin with a space are never broken.
+    Lines after the first are indented by `more` in addition; None: aligned with the first text.
+    Existing lines of the text stay lines; lines that begin with a space are never wrapped.
     """
     if "\n" in text:
         first, *rest = text.split("\n")
@@ -89,7 +86,7 @@ def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "
 
 
 def fitted(text: str, width: int | None) -> str:
-    """The same with its long lines broken between words; what is broken off stands further in."""
+    """Wrap the long lines of a text; continuations are indented further."""
     if width is None:
         return text
     lines = ((line.lstrip(" "), line) for line in text.split("\n"))
@@ -101,17 +98,18 @@ def fitted(text: str, width: int | None) -> str:
 
 
 def widths(rows: Sequence[Row]) -> list[int]:
-    """The width of each column."""
+    """Return the width of each column."""
     return [max(len(cell) for cell in column) for column in zip(*rows)]
 
 
 def joined(row: Row, wide: Sequence[int]) -> str:
-    """One line; a column that is empty everywhere takes no room."""
+    """Format one line; a column that is empty everywhere takes no room."""
     return (GAP + GAP.join(c.ljust(w) for c, w in zip(row, wide) if w)).rstrip()
 
 
 def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
-    """The lines of a table; too wide, it comes in parts, each with the first `keys` columns."""
+    """Yield the lines of a table; a too wide one is split, each part with the first `keys`
+    columns."""
     wide = widths(rows)
     start, count = keys, len(wide)
     while True:
@@ -130,7 +128,8 @@ def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Itera
 
 
 def html_table(title: str, rows: Sequence[Row], heads: Row = ()) -> str:
-    """A title above cells, as HTML; without `heads` the first cell of each row is its head."""
+    """Format a table with a title as HTML; without `heads` the first cell of each row is its
+    head."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
     body = "".join(
         "<tr>"

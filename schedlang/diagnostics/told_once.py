@@ -1,4 +1,5 @@
-"""A refusal under torchrun is told once, by the rank that gets to it first, without tracebacks."""
+"""One message for a refusal under torchrun: the first rank to raise it prints it, without
+traceback."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from schedlang.diagnostics.tables import for_messages
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Refusal
 
-JOB = "TORCHELASTIC_RUN_ID"  # torchrun's own
-FRESH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # if it is 1, each round has a store of its own
-PATIENCE = 5.0  # seconds: for the store, and for the rank that speaks
+JOB = "TORCHELASTIC_RUN_ID"  # set by torchrun
+FRESH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # "1": each round has its own store
+PATIENCE = 5.0  # seconds to wait for the store, and for the printing rank
 
 
 def in_a_job() -> bool:
-    """Return whether torchrun has started this process beside others."""
+    """Return whether torchrun has started this process with others."""
     return JOB in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @cache
 def install() -> None:
-    """Let one rank tell a refusal that nobody catches; all other errors are told as before.
+    """Install an excepthook by which only one rank prints an uncaught refusal; other errors as
+    before.
 
-    Called when the first one is raised, so that nothing is touched in a job without.
+    Called when the first refusal is raised, so that a job without one is not affected.
     """
     before = sys.excepthook
 
@@ -44,7 +46,8 @@ def install() -> None:
 
 
 def tell(refusal: Refusal) -> None:
-    """Print a refusal if no other rank has; then all ranks may end, which ends the others."""
+    """Print a refusal unless another rank has; return when it is printed, as an exit ends all
+    ranks."""
     from datetime import timedelta
 
     store, key = job_store(), _key(refusal)
@@ -53,26 +56,26 @@ def tell(refusal: Refusal) -> None:
     else:
         speaks = store.add(f"{key}/count", 1) == 1
     if speaks:
-        said = refusal.render(for_messages(sys.stderr))
-        print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
+        message = refusal.render(for_messages(sys.stderr))
+        print(f"rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
         if store is not None:
             store.set(f"{key}/told", "1")
     elif store is not None:
-        with suppress(Exception):  # whoever ends first has torchrun end the rest
+        with suppress(Exception):  # the first rank to exit makes torchrun end the others
             store.wait([f"{key}/told"], timedelta(seconds=PATIENCE))
 
 
 def _key(refusal: Refusal) -> str:
-    """Return a key of what a refusal says, without its places: ranks may have different paths."""
+    """Return a key of a refusal's content without places, as ranks may have different paths."""
     import hashlib
 
-    said = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()
+    content = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"schedlang/refused/{attempt}/{hashlib.blake2b(said, digest_size=8).hexdigest()}"
+    return f"schedlang/refused/{attempt}/{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
 
 def job_store() -> Any:
-    """The job's own store, which torchrun keeps; None where it cannot be had."""
+    """Return the store that torchrun holds for the job; None if it is not available."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     with suppress(Exception):

@@ -1,7 +1,7 @@
 """The words and colours of the language: an ordered table of patterns and kinds, for highlighters.
 
-A highlighter takes the first pattern that matches where it stands.  Words are read from the grammar
-and the registered verbs; patterns are those of the grammar's terminals; look-behinds have one
+A highlighter takes the first pattern that matches at a position. Words are read from the grammar
+and the registered verbs; patterns are those of the grammar's terminals; look-behinds have a fixed
 length, as all engines of regular expressions allow.
 
 `python -m schedlang.editors.rules` writes the grammar by which TextMate, VS Code, Sublime and
@@ -26,38 +26,38 @@ TYPES = ("int", "float", "bool", "choice", "axis")
 
 @lru_cache
 def spelled() -> dict[str, str]:
-    """The text of every terminal that is a word: STEP is `step`."""
+    """Return the text of every terminal that is a word: STEP is `step`."""
     found = ((one.name, one.pattern.value) for one in parser().terminals)
     return {name: text for name, text in found if text.isalpha() and text.islower()}
 
 
 def declarations() -> tuple[str, ...]:
-    """The words that begin or join declarations and statements: step, at, where."""
+    """Return the words that begin or join declarations and statements: step, at, where."""
     return tuple(sorted(set(spelled().values()) - LOGIC - VALUES))
 
 
 def verbs() -> tuple[str, ...]:
-    """The names of all primitives."""
+    """Return the names of all primitives."""
     load_all()
     return tuple(sorted(registry()))
 
 
 def regex(terminal: str) -> str:
-    """The pattern of a terminal of the grammar: QUANTITY, GLOB, QUOTED."""
+    """Return the pattern of a terminal of the grammar: QUANTITY, GLOB, QUOTED."""
     return parser().get_terminal(terminal).pattern.to_regexp()
 
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 
 
-def _one_of(names: Iterable[str]) -> str:
-    """Any of some words, where it is a whole word that no dot joins to others."""
+def _words_pattern(names: Iterable[str]) -> str:
+    """Return a pattern for whole words that no dot joins to others."""
     return rf"(?<![\w.])(?:{'|'.join(sorted(names))})\b(?![.:])"
 
 
 @lru_cache
 def rules() -> tuple[tuple[str, str], ...]:
-    """(pattern, kind) in the order in which they are tried."""
+    """Return (pattern, kind) pairs in the order in which they are tried."""
     return (
         (regex("COMMENT"), "comment"),
         (regex("STRING"), "string"),
@@ -69,9 +69,9 @@ def rules() -> tuple[tuple[str, str], ...]:
         (rf"(?<=: )(?:{'|'.join(TYPES)})\b", "type"),
         (rf"{NAME}(?=\s*=(?!=))", "argument"),
         (rf"(?<=[\w*}}\]?`]):{NAME}", "class"),
-        (_one_of(LOGIC), "operator word"),
-        (_one_of(VALUES), "constant"),
-        (_one_of(declarations()), "keyword"),
+        (_words_pattern(LOGIC), "operator word"),
+        (_words_pattern(VALUES), "constant"),
+        (_words_pattern(declarations()), "keyword"),
         (rf"(?<![\w.])(?:{'|'.join(PLACEMENTS)})\b(?!\.)", "constant"),
         (rf"{NAME}(?=\()", "verb"),
         (NAME, "name"),
@@ -100,7 +100,7 @@ SCOPES = {
 
 
 def textmate() -> dict[str, Any]:
-    """The grammar as plain values."""
+    """Return the TextMate grammar as plain values."""
     return {
         "name": "schedlang",
         "scopeName": "source.sched",
@@ -112,7 +112,7 @@ def textmate() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The grammar as the text of its file."""
+    """Return the TextMate grammar as the text of its file."""
     return json.dumps(textmate(), indent=2) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The language server: open files, what is known of each, and what an editor asks of it."""
+"""The language server: the state of open files, and the handlers of an editor's requests."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ def findings(text: str, name: str) -> list[Diagnostic]:
 
 
 # -- state -----------------------------------------------------------------------------------------
-# While one writes, only what needs neither torch nor the model is said; what only the model can
-# tell is asked of the command line, in processes of their own, when a file is opened or saved.
+# While the user types, only findings that need neither torch nor the model are published. The
+# command line computes what needs the model, in its own processes, when a file is opened or saved.
 
 
 @dataclass
 class Known:
-    """State of one open file beside its text: the model, its plan, and the question."""
+    """The state of one open file: the model's outline, the plan's rows and messages, the running
+    query."""
 
     outline: Outline | None = None
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
-    told: list[Mapping[str, Any]] = field(default_factory=list)  # the plan's messages
+    told: list[Mapping[str, Any]] = field(default_factory=list)  # messages of the plan
     facts: dict[tuple[object, ...], dict[str, str]] = field(default_factory=dict)  # of each message
     question: asyncio.Task[None] | None = None
 
 
 class Server(LanguageServer):
-    """The server, and what it knows of open files; `model` lets model files be imported."""
+    """The server, with the state of open files; `model` allows importing model files."""
 
     def __init__(self, version: str, *, model: bool = True) -> None:
         super().__init__("schedlang", version)
@@ -64,17 +65,20 @@ class Server(LanguageServer):
         return self.known.setdefault(uri, Known())
 
     def say(self, uri: str) -> None:
-        """Publish what is wrong with a text; the plan's messages where the text itself is right."""
+        """Publish the findings about a text; the plan's messages, too, if the text itself has no
+        error."""
         document = self.workspace.get_text_document(uri)
         here = [d.to_json() for d in findings(document.source, str(document.path))]
         wrong = any(d["level"] == "error" for d in here)
         every = here if wrong else [*here, *self.about(uri).told]
         made = [diagnostic(document, d) for d in every]
-        self.about(uri).facts = {_place(m): dict(d.get("facts", ())) for m, d in zip(made, every)}
+        self.about(uri).facts = {
+            _message_key(m): dict(d.get("facts", ())) for m, d in zip(made, every)
+        }
         self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, made))
 
     async def learn(self, uri: str) -> None:
-        """Ask the model about a saved file, then say what it answered."""
+        """Query the model for a saved file, then publish the result."""
         known, file = self.about(uri), Path(self.workspace.get_text_document(uri).path)
         tree = await services.ask("tree", file, "--each")
         if tree is not None and "path" in tree:
@@ -85,7 +89,7 @@ class Server(LanguageServer):
             self.say(uri)
 
     def ask(self, uri: str) -> None:
-        """Start to learn; an older question about the same file is given up."""
+        """Start `learn`; an older query for the same file is cancelled."""
         known = self.about(uri)
         if known.question is not None:
             known.question.cancel()
@@ -94,13 +98,15 @@ class Server(LanguageServer):
 
 
 def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnostic:
-    """A message as the protocol has it; one without a place of its own stands at the header."""
+    """Convert a message for the protocol; a message without a place goes to the header."""
     at = told["at"]
     mine = at["line"] > 0 and Path(at["file"]).name == Path(document.path).name
     label = [at["label"]] if at["label"] else []
     text = [told["title"], *label, *told["notes"], *(f"help: {one}" for one in told["helps"])]
     return types.Diagnostic(
-        _range(document, at) if mine else types.Range(types.Position(0, 0), types.Position(0, 1)),
+        _to_range(document, at)
+        if mine
+        else types.Range(types.Position(0, 0), types.Position(0, 1)),
         "\n".join(text),
         types.DiagnosticSeverity.Error
         if told["level"] == "error"
@@ -109,7 +115,7 @@ def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnos
         source="schedlang",
         related_information=[
             types.DiagnosticRelatedInformation(
-                types.Location(document.uri, _range(document, also)), also["label"] or "here too"
+                types.Location(document.uri, _to_range(document, also)), also["label"] or "here too"
             )
             for also in told["also"]
             if also["line"] > 0 and also["file"] == at["file"]
@@ -117,8 +123,8 @@ def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnos
     )
 
 
-def _range(document: TextDocument, at: Mapping[str, Any]) -> types.Range:
-    """Lines and columns from 1, in characters, as the protocol counts them."""
+def _to_range(document: TextDocument, at: Mapping[str, Any]) -> types.Range:
+    """Convert lines and columns (from 1, in characters) to the protocol's units."""
     start = types.Position(at["line"] - 1, at["col"] - 1)
     end = types.Position(max(at["end_line"], 1) - 1, max(at["end_col"], 1) - 1)
     codec = document.position_codec
@@ -147,7 +153,7 @@ SYMBOLS = {
 
 
 def server(version: str, *, model: bool = True) -> Server:
-    """A server with all its features; `model` lets model files be imported."""
+    """Make a server with all features; `model` allows importing model files."""
     made = Server(version, model=model)
     for feature, (handler, *options) in FEATURES.items():
         made.feature(feature, *options)(handler)
@@ -155,32 +161,32 @@ def server(version: str, *, model: bool = True) -> Server:
 
 
 async def opened(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
-    """Say what is wrong, and ask the model."""
+    """Publish the findings, and query the model."""
     ls.say(params.text_document.uri)
     ls.ask(params.text_document.uri)
 
 
 def changed(ls: Server, params: types.DidChangeTextDocumentParams) -> None:
-    """Say what is wrong with the text as it is now."""
+    """Publish the findings about the current text."""
     known = ls.about(params.text_document.uri)
-    known.rows, known.told = {}, []  # their lines are those of the saved text
+    known.rows, known.told = {}, []  # their lines belong to the saved text
     ls.say(params.text_document.uri)
 
 
 async def saved(ls: Server, params: types.DidSaveTextDocumentParams) -> None:
-    """Ask the model again."""
+    """Query the model again."""
     ls.ask(params.text_document.uri)
 
 
 def closed(ls: Server, params: types.DidCloseTextDocumentParams) -> None:
-    """Forget the file."""
+    """Drop the state of the file."""
     known = ls.known.pop(params.text_document.uri, None)
     if known is not None and known.question is not None:
         known.question.cancel()
 
 
 def complete(ls: Server, params: types.CompletionParams) -> types.CompletionList:
-    """Return completions at a place."""
+    """Return completions at a position."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = offers(document.source, offset, ls.about(document.uri).outline)
@@ -198,8 +204,8 @@ def hovered(ls: Server, params: types.HoverParams) -> types.Hover | None:
     document = ls.workspace.get_text_document(params.text_document.uri)
     known = ls.about(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
-    said = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
-    return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, said)) if said else None
+    text = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
+    return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, text)) if text else None
 
 
 def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None:
@@ -216,13 +222,13 @@ def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None
 
 
 def formatted(ls: Server, params: types.DocumentFormattingParams) -> list[types.TextEdit]:
-    """The canonical form; nothing where the text does not parse."""
+    """Return the edit to the canonical form; [] if the text does not parse."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     text = document.source
     try:
         canonical = fmt(Source(str(document.path), text.replace("\r\n", "\n")))
     except Refusal:
-        return []  # its messages are shown already
+        return []  # its messages are already published
     end = document.client_position_at_offset(len(text))
     return (
         []
@@ -232,7 +238,7 @@ def formatted(ls: Server, params: types.DocumentFormattingParams) -> list[types.
 
 
 def symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
-    """The declarations of a file."""
+    """Return the declarations of a file."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     found = []
     for one in declared(document.source):
@@ -245,28 +251,29 @@ def symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.Docume
 
 
 def fixes(ls: Server, params: types.CodeActionParams) -> list[types.CodeAction]:
-    """The names that were meant, for messages that guess one."""
+    """Return fixes for messages with a guessed name."""
     document = params.text_document
-    return [fix for one in params.context.diagnostics for fix in _fixes(ls, document, one)]
+    return [fix for one in params.context.diagnostics for fix in _fix_message(ls, document, one)]
 
 
-def _fixes(
+def _fix_message(
     ls: Server, document: types.TextDocumentIdentifier, one: types.Diagnostic
 ) -> list[types.CodeAction]:
-    """Put the name that was meant where the wrong one stands, if that is the marked word."""
+    """Replace the wrong name by the guessed one, if the marked text contains it."""
     marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
-    told = ls.about(document.uri).facts.get(_place(one), {})
-    wrong, meant = told.get("unknown"), told.get("meant")
-    if wrong is None or meant is None or wrong not in marked:
+    facts = ls.about(document.uri).facts.get(_message_key(one), {})
+    wrong, suggestion = facts.get("unknown"), facts.get("meant")
+    if wrong is None or suggestion is None or wrong not in marked:
         return []
-    edit = types.TextEdit(one.range, marked.replace(wrong, meant, 1))
+    edit = types.TextEdit(one.range, marked.replace(wrong, suggestion, 1))
     change = types.WorkspaceEdit(changes={document.uri: [edit]})
-    return [types.CodeAction(f"write `{meant}`", types.CodeActionKind.QuickFix, [one], edit=change)]
+    return [
+        types.CodeAction(f"write `{suggestion}`", types.CodeActionKind.QuickFix, [one], edit=change)
+    ]
 
 
-def _place(one: types.Diagnostic) -> tuple[object, ...]:
-    """Return the key by which a message that an editor sends back is found: editors keep no
-    data."""
+def _message_key(one: types.Diagnostic) -> tuple[object, ...]:
+    """Return a key for a message that an editor sends back: editors store no data of ours."""
     start = one.range.start
     return one.code, start.line, start.character, one.message
 

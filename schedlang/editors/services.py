@@ -1,9 +1,9 @@
 """Completion, hovers and definitions at a cursor, in a text that need not parse.
 
-* A model as `tree --each --json` tells it: what selectors ask, without importing the model.
-* The syntax around a cursor in a text that need not parse, and the names that the text declares.
-* Completion: what may stand at a cursor, module paths of the model among it.
-* Hover and definition: a verb's manual, a declaration and its line, the modules of a selector.
+* `Outline`: a model from the output of `tree --each --json`, for selectors, without importing it.
+* `place`, `declared`: the syntax around a cursor, and the names that the text declares.
+* `offers`: completions at a cursor, with module paths of the model.
+* `hover`, `definition`: a verb's manual, a declaration and its line, the modules of a selector.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from schedlang.language.value import Names
 
 
 async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
-    """The JSON that a verb prints of a file; None if it prints none.
+    """Run a verb on a file in a process, and return its JSON; None if it prints none.
 
-    The model file is imported by that process: it may take long, fail or end it, and none of this
-    touches who asks.
+    The process imports the model file, which may take long, fail or crash without affecting the
+    server.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "schedlang", verb, str(file), *options, "--json"),
@@ -59,7 +59,7 @@ async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
 
 
 def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
-    """The rows of a plan by the line of the file that asked for them."""
+    """Return the rows of a plan by their line in the file."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for step in (told or {}).get("steps", ()):
         for row in step["lines"]:
@@ -73,60 +73,61 @@ def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A parameter, as far as selectors see it."""
+    """A parameter, as far as selectors read it."""
 
     dtype: str
 
 
 class Outline:
-    """The modules of a model by name; satisfies what `Selector` asks of a tree."""
+    """The modules of a model by name; has the methods of a selector's `Tree`."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        self.nodes = {node["path"]: node for node in _flat(told)}
+        self.nodes = {node["path"]: node for node in _flatten(told)}
 
     def children(self, fqn: str) -> Sequence[str]:
-        """The names of the direct children of a module."""
+        """Return the names of the direct children of a module."""
         return [child["path"].rpartition(".")[2] for child in self.nodes[fqn]["children"]]
 
     def class_names(self, fqn: str) -> tuple[str, ...]:
-        """The name of a module's class; its bases are not told."""
+        """Return the name of a module's class; its base classes are unknown."""
         return (self.nodes[fqn]["class"],)
 
     def attribute(self, fqn: str, name: str) -> object:
-        """Attributes are not told."""
+        """Raise AttributeError: attributes are unknown."""
         raise AttributeError(name)
 
     def attributes(self, fqn: str) -> Sequence[str]:
-        """None are told."""
+        """Return (): attributes are unknown."""
         return ()
 
     def numel(self, fqn: str) -> int:
-        """The number of elements of a module's parameters."""
+        """Return the number of elements of a module's parameters."""
         return int(self.nodes[fqn]["parameters"])
 
     def below(self, fqn: str) -> Sequence[Kind]:
-        """The parameters of a module and its children."""
-        return [Kind(t["dtype"]) for node in _flat(self.nodes[fqn]) for t in node["tensors"]]
+        """Return the parameters of a module and its children."""
+        return [Kind(t["dtype"]) for node in _flatten(self.nodes[fqn]) for t in node["tensors"]]
 
     def said(self, fqn: str) -> str:
-        """The class of a module and the shapes of its own parameters: Linear, weight [8, 4]."""
+        """Describe a module's class and the shapes of its own parameters: Linear, weight [8, 4]."""
         node = self.nodes[fqn]
         tensors = [f"{t['name']} {t['dtype']}{t['shape']}" for t in node["tensors"]]
         return ", ".join([node["class"], *tensors])
 
     @cached_property
     def selector(self) -> Selector:
-        """Selectors over these modules."""
+        """A selector over these modules."""
         return Selector(self)
 
     def select(self, path: str, roots: Sequence[str]) -> tuple[str, ...]:
-        """The modules that a selector names; an index takes all, as it may hold knobs."""
+        """Return the modules that a selector names; an index selects all children, as it may hold
+        knobs."""
         read = parse_path(re.sub(r"\[[^\]]*\]", ".*", path), NOWHERE)
         return self.selector.select(read, roots, Names())
 
 
-def _flat(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [node, *(deep for child in node["children"] for deep in _flat(child))]
+def _flatten(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [node, *(deep for child in node["children"] for deep in _flatten(child))]
 
 
 # -- the context of a cursor, in a text that need not parse ----------------------------------------
@@ -149,7 +150,7 @@ PATH = r"[\w.*{},`\[\]:?-]*"
 
 @dataclass(frozen=True)
 class Open:
-    """A bracket that the cursor is inside of, with what stands before it, from `start` on."""
+    """An open bracket around the cursor, and the text before it, from `start` on."""
 
     bracket: str
     before: str
@@ -165,25 +166,25 @@ class Place:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The heads of the blocks around it: `step "x"`, `at h.*`."""
+        """The heads of the blocks around the cursor: `step "x"`, `at h.*`."""
         return tuple(one.before for one in self.around if one.bracket == "{")
 
     @property
     def call(self) -> str:
-        """The name of the call whose arguments are being written; empty outside of one."""
+        """The name of the call whose arguments are being written; "" outside of a call."""
         inner = next((one for one in reversed(self.around) if one.bracket != "["), None)
         found = re.search(r"([A-Za-z_][\w.]*)$", inner.before) if inner else None
         return found[1] if found and inner and inner.bracket == "(" else ""
 
     @property
     def argument(self) -> str:
-        """The keyword whose value is being written; empty where there is none."""
+        """The keyword whose value is being written; "" if there is none."""
         found = re.search(r"(\w+)\s*=\s*\[?[\w.,\s]*$", self.statement)
         return found[1] if found and self.call else ""
 
     @property
     def path(self) -> str | None:
-        """The selector that is being written; None where none may stand."""
+        """The selector that is being written; None where no selector may stand."""
         if self.call:
             return None
         heads = rf"(?:(?:at|except)\s+|.*\b(?:except)\s+)?(?:{PATH}\s*,\s*)*({PATH})"
@@ -192,7 +193,7 @@ class Place:
 
     @property
     def selected(self) -> bool:
-        """True where selectors are complete and a verb comes next."""
+        """Whether the selectors are complete and a verb comes next."""
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
         keyword = bool(first) and first[0] in declarations()
@@ -230,7 +231,8 @@ AXIS = re.compile(r"(\w+)\s*=")
 
 @dataclass(frozen=True)
 class Declared:
-    """A name, what it is (knob, view, def, pattern, axis, use, step), its offset and its line."""
+    """A declared name, its kind (knob, view, def, pattern, axis, use, step), its offset and its
+    line."""
 
     name: str
     kind: str
@@ -239,7 +241,7 @@ class Declared:
 
 
 def declared(text: str) -> list[Declared]:
-    """Every declaration of a text, in order."""
+    """Return every declaration of a text, in order."""
     found = []
     for one in DECLARATION.finditer(text):
         line = text[one.start() : _line_end(text, one.start())].strip()
@@ -264,7 +266,7 @@ def _line_end(text: str, start: int) -> int:
 
 
 def used_file(text: str, alias: str) -> str | None:
-    """The file that `use "file" as alias` names."""
+    """Return the file that `use "file" as alias` names."""
     found = re.search(rf'^[ \t]*use\s+"([^"\n]*)"\s+as\s+{re.escape(alias)}\b', text, re.M)
     return found[1] if found else None
 
@@ -274,8 +276,8 @@ TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
 
 @dataclass(frozen=True)
 class Offer:
-    """Something that may be written: its text, what it is (module, verb, argument, value, name,
-    keyword), a line about it and a page."""
+    """A completion: its text, kind (module, verb, argument, value, name, keyword), a line and a
+    page."""
 
     text: str
     kind: str
@@ -284,74 +286,74 @@ class Offer:
 
 
 def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer]:
-    """Return the completions at `offset`; modules where the model is known."""
+    """Return the completions at `offset`; with modules if the model is known."""
     load_all()
     here, names = place(text, offset), declared(text)
     if here.call:
-        found = [*_arguments(here, names)]
+        found = [*_offer_arguments(here, names)]
     elif re.fullmatch(r"schedule\s+\d+\s+for\s+\w*", here.statement):
         found = [Offer(outline.nodes[""]["class"], "name", "the model")] if outline else []
     elif here.selected:
-        found = [*_verbs(names)]
+        found = [*_offer_verbs(names)]
     elif here.path is not None:
-        found = [*_modules(here, outline)]
+        found = [*_offer_modules(here, outline)]
         if here.path == here.statement and "." not in here.path:
             keywords = STATEMENTS if here.scopes else TOP
-            found += [*_verbs(names), *(Offer(word, "keyword") for word in keywords)]
+            found += [*_offer_verbs(names), *(Offer(word, "keyword") for word in keywords)]
     else:
-        found = [*_names(names, ("knob", "axis", "view"))]
+        found = [*_offer_names(names, ("knob", "axis", "view"))]
     return list({offer.text: offer for offer in found}.values())
 
 
-def _verbs(names: list[Declared]) -> Iterator[Offer]:
+def _offer_verbs(names: list[Declared]) -> Iterator[Offer]:
     for name in verbs():
         kind = registry()[name]
         yield Offer(name, "verb", manual.signature(kind), manual.explain(kind))
-    yield from _names(names, ("def",))
+    yield from _offer_names(names, ("def",))
 
 
-def _names(names: list[Declared], kinds: tuple[str, ...]) -> Iterator[Offer]:
+def _offer_names(names: list[Declared], kinds: tuple[str, ...]) -> Iterator[Offer]:
     for one in names:
         if one.kind in kinds:
             yield Offer(one.name, "verb" if one.kind == "def" else "name", one.line)
 
 
-def _arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
-    """Values of the argument that is being written, and names of others."""
+def _offer_arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
+    """Yield values of the argument that is being written, and names of others."""
     kind = registry().get(here.call)
     if kind is None:
-        yield from _names(names, ("knob", "axis", "view", "pattern"))
+        yield from _offer_names(names, ("knob", "axis", "view", "pattern"))
         return
     known = surface(kind)
     if here.argument:
-        yield from _values(known.types.get(here.argument), names)
+        yield from _offer_values(known.types.get(here.argument), names)
         return
     for name in known.positional:
-        yield from _values(known.types[name], names)
+        yield from _offer_values(known.types[name], names)
     for name in known.keywords:
         if f"{name}=" not in here.statement:
             yield Offer(f"{name}=", "argument", dict(manual.rows(kind))[name])
 
 
-def _values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
+def _offer_values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
     """Yield completions for an argument of this type."""
     if kind is Axis or kind == Axes:
-        yield from _names(names, ("axis", "view"))
+        yield from _offer_names(names, ("axis", "view"))
         return
     if typing.get_origin(kind) is Literal:
         yield from (Offer(str(one), "value") for one in typing.get_args(kind))
     elif kind is bool:
         yield from (Offer(one, "value") for one in ("true", "false"))
     elif kind is str:
-        yield from _names(names, ("pattern",))
+        yield from _offer_names(names, ("pattern",))
     else:
         for inner in typing.get_args(kind):
-            yield from _values(inner, names) if inner is not type(None) else ()
-    yield from _names(names, ("knob",))
+            yield from _offer_values(inner, names) if inner is not type(None) else ()
+    yield from _offer_names(names, ("knob",))
 
 
-def _modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
-    """The children of what is written so far; numbered ones as `*`."""
+def _offer_modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
+    """Yield the children of the path written so far; numbered ones also as `*`."""
     if outline is None or here.path is None:
         return
     parent = here.path.rpartition(".")[0]
@@ -370,7 +372,7 @@ def _modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
 
 
 def roots_of(here: Place, outline: Outline) -> tuple[str, ...]:
-    """The modules from which selectors at a place start; none inside a `def`."""
+    """Return the modules from which selectors at a place start; () inside a `def`."""
     roots: tuple[str, ...] = ("",)
     for head in here.scopes:
         if head.startswith("def"):
@@ -390,7 +392,7 @@ def roots_of(here: Place, outline: Outline) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """A place in a file: its path (None: the same file), its offset and the text it lies in."""
+    """A place in a file: its path (None: the same file), its offset and the file's text."""
 
     file: Path | None
     offset: int
@@ -402,22 +404,22 @@ def definition(text: str, offset: int, file: Path) -> Target | None:
     line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
     used = re.match(r'\s*use\s+"([^"]*)"', line)
     if used:
-        return _in_file(file.parent / used[1], "")
+        return _find_in_file(file.parent / used[1], "")
     before = re.search(r"[\w.]*$", text[:offset])
     after = re.match(r"\w*", text[offset:])
     word = (before[0] if before else "") + (after[0] if after else "")
     alias, dot, name = word.rpartition(".")
     path = used_file(text, alias) if dot else None
     if path is not None:
-        return _in_file(file.parent / path, name)
+        return _find_in_file(file.parent / path, name)
     for one in declared(text):
         if one.name == word and one.kind != "step":
             return Target(None, one.offset, text)
     return None
 
 
-def _in_file(path: Path, name: str) -> Target | None:
-    """A declaration in another file; its start where no name is asked for."""
+def _find_in_file(path: Path, name: str) -> Target | None:
+    """Find a declaration in another file; the file's start for the name ""."""
     try:
         text = text_of(path)
     except (OSError, UnicodeDecodeError):
@@ -431,34 +433,34 @@ def _in_file(path: Path, name: str) -> Target | None:
 # -- hover -----------------------------------------------------------------------------------------
 
 
-MOST = 6  # modules that are listed one by one
-Rows = Sequence[Mapping[str, Any]]  # the lines of `plan --json` that stand on the cursor's line
+MOST = 6  # modules listed one by one
+Rows = Sequence[Mapping[str, Any]]  # the rows of `plan --json` on the cursor's line
 
 
 def hover(text: str, offset: int, outline: Outline | None = None, rows: Rows = ()) -> str:
-    """Describe the word at `offset`, as Markdown; empty where nothing is known."""
+    """Describe the word at `offset`, as Markdown; "" for an unknown word."""
     load_all()
-    start, end = _around(text, offset, PATH.removesuffix("*"))
+    start, end = _word_bounds(text, offset, PATH.removesuffix("*"))
     word = text[start:end]
     name = re.search(r"\w*$", text[:offset])
     bare = (name[0] if name else "") + re.match(r"\w*", text[offset:])[0]  # type: ignore[index]
     here = place(text, start)
     if text[end : end + 1] == "(" and bare in registry():
         page = manual.explain(registry()[bare])
-        return f"```text\n{page.rstrip()}\n```" + _placed(rows)
+        return f"```text\n{page.rstrip()}\n```" + _describe_plan_rows(rows)
     if bare.upper() in codes.CODES:
         return codes.explain(bare.upper())
-    selected = outline is not None and not here.call and _selects(here)
-    if outline is not None and selected and _selected(word, here, outline):
-        return _selected(word, here, outline) + _placed(rows)
+    selected = outline is not None and not here.call and _may_begin_selector(here)
+    if outline is not None and selected and _describe_selection(word, here, outline):
+        return _describe_selection(word, here, outline) + _describe_plan_rows(rows)
     for one in declared(text):
         if one.name == bare and one.kind != "step":
             return f"```sched\n{one.line}\n```"
     return ""
 
 
-def _around(text: str, offset: int, chars: str) -> tuple[int, int]:
-    """The longest run of some characters around an offset."""
+def _word_bounds(text: str, offset: int, chars: str) -> tuple[int, int]:
+    """Return the bounds of the longest run of `chars` around an offset."""
     start = end = offset
     while start > 0 and re.fullmatch(chars, text[start - 1]):
         start -= 1
@@ -467,12 +469,12 @@ def _around(text: str, offset: int, chars: str) -> tuple[int, int]:
     return start, end
 
 
-def _selects(here: Place) -> bool:
-    """Tell whether a selector may begin at a place."""
+def _may_begin_selector(here: Place) -> bool:
+    """Return whether a selector may begin at a place."""
     return here.statement == "" or re.search(r"(?:,|\bat|\bexcept)\s*$", here.statement) is not None
 
 
-def _selected(word: str, here: Place, outline: Outline) -> str:
+def _describe_selection(word: str, here: Place, outline: Outline) -> str:
     """Describe the modules of a selector."""
     try:
         found = outline.select(word.strip(","), roots_of(here, outline))
@@ -484,14 +486,14 @@ def _selected(word: str, here: Place, outline: Outline) -> str:
     return "\n".join([f"**{number}**", "", *listed, *more]) if found else ""
 
 
-def _placed(rows: Rows) -> str:
+def _describe_plan_rows(rows: Rows) -> str:
     """Describe layouts and collectives of rows in the plan."""
-    said = []
+    lines = []
     for row in rows:
         sent = [
             f"{c['count']} {c['kind']} over {', '.join(c['axes'])} ({c['what']})"
             for c in row["collectives"]
         ]
-        told = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
-        said.append(f"- `{row['pattern']}` {row['do']}: {told or 'planned'}")
-    return "\n\n**In the plan**\n\n" + "\n".join(said) if said else ""
+        effects = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
+        lines.append(f"- `{row['pattern']}` {row['do']}: {effects or 'planned'}")
+    return "\n\n**In the plan**\n\n" + "\n".join(lines) if lines else ""

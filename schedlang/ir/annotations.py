@@ -1,4 +1,4 @@
-"""Annotations: what rows say of one thing each, as values of a plan, with the row that says it."""
+"""Annotations: typed facts that rows add to a plan, each with the number of its row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Annotation:
-    """One typed fact that a row adds to a plan; `row` is the row's number in the plan
+    """A typed fact that a row adds to a plan; `row` is the row's number in the plan
     (`Plan.origin`)."""
 
     row: int = field(default=-1, kw_only=True, compare=False, repr=False)
@@ -35,9 +35,9 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Boundary(Annotation):
-    """The placements of a sharded module's input and output over one axis; None: left as they come.
+    """The placements of a sharded module's input and output over one axis; None: not changed.
 
-    differ: the module is whole on every rank, and what follows uses a part of its result.
+    differ: the module is full on every rank, but the modules after it use a part of its output.
     """
 
     axis: str
@@ -46,17 +46,18 @@ class Boundary(Annotation):
     differ: bool = False
 
     def show(self) -> str:
-        """The placements as a schedule's reader sees them: `S(1) -> as it comes`."""
+        """Format the placements for a reader: `S(1) -> as it comes`."""
         sides = ("as it comes" if one is None else str(one) for one in (self.input, self.output))
         return " -> ".join(sides)
 
 
 @dataclass(frozen=True)
 class StageCut(Annotation):
-    """Cuts of the trunk for one pipeline axis.
+    """Cuts of the model into stages along one pipeline axis.
 
-    `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
-    beside them) that are cut into shares in call order, once the number of stages is known.
+    `before` are modules before which a stage begins. `trunks` are lists of modules (and single
+    modules beside them) that are cut into shares, in call order, once the number of stages is
+    known.
     """
 
     axis: str
@@ -70,10 +71,10 @@ class Order(Annotation):
     """The order in which a pipeline runs its microbatches.
 
     chunks   stages on each rank (of one replica)
-    slices   runs of the sequence into which each microbatch is cut
+    slices   slices of the sequence into which each microbatch is cut
     memory   limit of a search, in microbatches of one rank's share of the model
-    table    the text of a table that lists the order; else the name says it
-    every    microbatches of an update, of orders that update inside the step; None: their own
+    table    the text of a table that lists the order; "": `name` names the order
+    every    microbatches per update, for orders that update within a step; None: the default
     """
 
     axis: str | None
@@ -86,22 +87,23 @@ class Order(Annotation):
     every: int | None = None
 
     def timeline(self, ranks: int) -> Timeline:
-        """The operations of every rank; raises OrderError for sizes that the order does not run."""
+        """Return the operations of every rank; raises OrderError for sizes that the order cannot
+        run."""
         return _timeline(replace(self, axis=None), ranks)
 
     def stages(self, ranks: int) -> int:
-        """Return the number of stages that the model is cut into on so many ranks."""
+        """Return the number of stages that the model is cut into on this number of ranks."""
         return self.timeline(ranks).stages if self.table else ranks * self.chunks
 
 
 @dataclass(frozen=True)
 class Replicas(Annotation):
-    """The state that ranks along `axes`, which see different rows of the batch, replicate or split.
+    """The state that ranks along `axes`, which see different rows of the batch, replicate or shard.
 
-    stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
-    Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
-    Of stage 0: gradients are summed in buckets of up to so many bytes (None: the runtime's own).
-    `rows`: how many rows each gets, in relation to the others; (): all as many.
+    stage 0: all replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too (ZeRO).
+    For stage 3: `prefetch` units are gathered ahead; `reshard` frees them between forward and
+    backward. For stage 0: gradients are all-reduced in buckets of at most `bucket` bytes (None: the
+    runtime's default). `rows`: the relative number of rows of each rank; (): equal numbers.
     """
 
     axes: tuple[str, ...]
@@ -116,9 +118,9 @@ class Replicas(Annotation):
 class Context(Annotation):
     """Attention over sequences whose tokens are split over ranks.
 
-    axes    those that the method exchanges over, as named in the row, outermost first
-    method  how queries meet the keys of other ranks
-    layout  which tokens a rank has: "contiguous", "zigzag" or "striped"; None: another row says
+    axes    the axes that the method exchanges over, as named in the row, outermost first
+    method  how queries reach the keys of other ranks
+    layout  the tokens of a rank: "contiguous", "zigzag" or "striped"; None: set by another row
     """
 
     axes: tuple[str, ...]
@@ -131,9 +133,9 @@ class Codec:
     """The method by which gradients are compressed.
 
     kind      "powersgd", "int8" or "onebit"
-    rank      of the product that stands for a matrix (powersgd)
+    rank      the rank of the low-rank product that approximates a matrix (powersgd)
     block     elements that share their scales (int8, onebit)
-    feedback  whether what a step leaves out is added to the next one's gradient
+    feedback  whether a step's compression error is added to the next step's gradient
     """
 
     kind: str
@@ -153,7 +155,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Compression(Annotation):
-    """The compression of a sum of gradients over data axes, so that it is sent in fewer bytes."""
+    """The compression of an all-reduce of gradients over data axes, to send fewer bytes."""
 
     axes: tuple[str, ...]
     codec: Codec
@@ -161,10 +163,11 @@ class Compression(Annotation):
 
 @dataclass(frozen=True)
 class Kept(Annotation):
-    """The coding of a module's saved activations: `bits` bits a number, in blocks of `block`
+    """The coding of a module's saved activations: `bits` bits per number, in blocks of `block`
     numbers.
 
-    With a `budget` of bits for an element a table says the bits of each tensor; `bits` of others.
+    With a `budget` (bits per element) a table sets the bits of each tensor; `bits` is for the
+    others.
     """
 
     fqn: str
@@ -178,8 +181,9 @@ class Cast(Annotation):
     """The dtype in which a module computes.
 
     dtype    "bf16", "fp16" or "fp32"
-    params   parameters are cast as they are used, and all that comes in; else operations by a list
-    scale    of the loss at first, and after how many good steps it is doubled (fp16)
+    params   cast parameters as they are used, and all inputs; else cast by a list of operations
+    scale    the initial loss scale (fp16)
+    growth   the number of good steps after which the loss scale is doubled (fp16)
     """
 
     fqn: str
@@ -191,11 +195,11 @@ class Cast(Annotation):
 
 @dataclass(frozen=True)
 class Stored(Annotation):
-    """The storage of a module's tensors, and of those of all its children, off the device.
+    """The storage of a module's tensors, its children's included, off the device.
 
     what   "activations", "parameters", "gradients" or "optimizer" (its state)
     tier   "cpu" (host memory), "disk" or "peer" (the next rank along `over`)
-    ahead  how many modules come back to the device before it is their turn
+    ahead  the number of modules ahead of their use that tensors are copied back to the device
     """
 
     fqn: str
@@ -207,7 +211,7 @@ class Stored(Annotation):
 
 @dataclass(frozen=True)
 class Padded(Annotation):
-    """A dim of `size` of a module's weight is rounded up to a multiple, where it is split."""
+    """A dim of `size` of a module's weight that is padded to a multiple where it is split."""
 
     fqn: str
     size: int
@@ -216,21 +220,21 @@ class Padded(Annotation):
 
 @dataclass(frozen=True)
 class Completion(Annotation):
-    """Rows that a few rows left open are added along an axis, once there is a batch."""
+    """A demand to add rows along an axis that other rows left open, once there is a batch."""
 
     axis: str
 
 
 @dataclass(frozen=True)
 class Overlap(Annotation):
-    """Communication that runs beside the computation: "transfers" or "gradients"."""
+    """Communication that runs concurrently with the computation: "transfers" or "gradients"."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Check(Annotation):
-    """The demands of a row `verify` beyond what every proof compares."""
+    """The demands of a row `verify`, beyond the comparisons of every proof."""
 
     what: tuple[str, ...]
     rtol: float | None
@@ -243,7 +247,8 @@ class Check(Annotation):
 class Expectation:
     """A bound on what the plan costs: `said` as written, `bound` in bytes, seconds or a share.
 
-    `axes` are those over which bytes are counted (none: all); `on` the machine that it is about.
+    `axes`: the axes over which bytes are counted (none: all); `on`: the machine that the bound is
+    for.
     """
 
     measure: str
@@ -255,16 +260,16 @@ class Expectation:
     span: Span = field(default=NOWHERE, compare=False)
 
     def applies(self, mesh: Mesh) -> bool:
-        """Return whether the expectation is about plans on this mesh: on its machine, or on none
+        """Return whether the bound is for plans on this mesh: its machine is the mesh's, or not
         named."""
         return self.on is None or mesh.device is None or self.on == mesh.device
 
     def holds(self, found: float) -> bool:
-        """Return whether a value is within the bound."""
+        """Return whether a value satisfies the bound."""
         return BOUNDS[self.op](found, self.bound)
 
 
-@lru_cache(maxsize=32)  # searched orders take seconds
+@lru_cache(maxsize=32)  # a search for an order takes seconds
 def _timeline(order: Order, ranks: int) -> Timeline:
     from schedlang.pipeline import schedules
 

@@ -1,4 +1,7 @@
-"""Copy a module, also one in whose attributes a forward has left tensors with a history."""
+"""Copies of modules, also where a forward has left non-leaf tensors in their attributes.
+
+Used wherever a model is built or changed: the user's module itself is never changed.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,36 @@ M = TypeVar("M", bound="nn.Module")
 
 
 def copied(module: M) -> M:
-    """Copy a module deeply; of what a forward left in it (old weight norms do) the values.
+    """Copy a module deeply; a non-leaf tensor that a forward left in it (old weight norms) by
+    value.
 
-    torch refuses to copy a tensor that is no leaf of the graph.
+    torch refuses to copy a tensor that is not a leaf of the graph.
     """
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
 
-    held = (leaf for value in _attributes(module) for leaf in tree_leaves(value))
+    held = (leaf for value in _tensor_attributes(module) for leaf in tree_leaves(value))
     made = (leaf for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf)
     return deeply_copied(module, {id(leaf): leaf.detach().clone() for leaf in made})
 
 
 def deeply_copied(module: M, memo: dict[int, Any], inside: bool = False) -> M:
-    """Copy a module as `copy.deepcopy(module, memo)` does, in half of its time.
+    """Copy a module as `copy.deepcopy(module, memo)` does, in half the time.
 
-    Each of its modules has a dozen tables of hooks, most of them empty, and as many plain
-    attributes: `copy` asks each for how it is made.  One that says itself how it is copied does so.
-    Raises the Refusal S867 where a module cannot be copied; of one `inside` what is raised there.
+    Each module has a dozen tables of hooks, most of them empty, and as many plain attributes:
+    `copy` looks up for each how to copy it. A class with its own way to copy uses that.
+
+    Raises Refusal S867 where a module cannot be copied; with `inside`, the original error.
     """
     if (known := memo.get(id(module))) is not None:
         return cast(M, known)
     kind: Any = type(module)
-    if (plain := _PLAINLY.get(kind)) is None:
+    if (plain := _COPIED_BY_HAND.get(kind)) is None:
         from torch import nn
 
-        alike = all(getattr(kind, way) is getattr(nn.Module, way) for way in WAYS)
+        copies_as_torch = all(getattr(kind, way) is getattr(nn.Module, way) for way in WAYS)
         own = kind in copyreg.dispatch_table or any(hasattr(kind, way) for way in OWN)
-        plain = _PLAINLY[kind] = alike and not own
+        plain = _COPIED_BY_HAND[kind] = copies_as_torch and not own
     try:
         if not plain or "__deepcopy__" in vars(module):
             return copy.deepcopy(module, memo)
@@ -69,18 +74,18 @@ def deeply_copied(module: M, memo: dict[int, Any], inside: bool = False) -> M:
     except Exception as error:
         if inside:
             raise
-        raise _without_copy(module, error) from error
+        raise _refuse_copy(module, error) from error
 
 
-# what a class has of torch's if its modules are copied in the usual way, and what it then has not
+# methods that must be torch's own, and attributes that must be absent, for a copy by hand
 WAYS = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getattr__")
 OWN = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
-_PLAINLY: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # classes that were asked
+_COPIED_BY_HAND: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # by class
 _CONTAINERS = (dict, OrderedDict, list, set)
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _attributes(module: nn.Module) -> Iterator[Any]:
+def _tensor_attributes(module: nn.Module) -> Iterator[Any]:
     """Yield the attributes of all modules inside that may hold a tensor."""
     for one in module.modules():
         for value in vars(one).values():
@@ -89,13 +94,13 @@ def _attributes(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _without_copy(module: nn.Module, error: Exception) -> Refusal:
-    """S867: a module of which `copy.deepcopy` raises this error."""
-    name, said = type(module).__name__, f"{type(error).__name__}: {error}"
+def _refuse_copy(module: nn.Module, error: Exception) -> Refusal:
+    """Return S867 for a module on which `copy.deepcopy` raises this error."""
+    name, message = type(module).__name__, f"{type(error).__name__}: {error}"
     return Refusal.of(
         "S867",
         f"the model `{name}` cannot be copied",
-        notes=(f"`copy.deepcopy(model)` raises {said}",),
+        notes=(f"`copy.deepcopy(model)` raises {message}",),
         helps=(
             "keep locks, files and generators out of its attributes",
             "or give the class that holds them a `__deepcopy__`",

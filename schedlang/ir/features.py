@@ -1,4 +1,5 @@
-"""Protocols of single features: a primitive derives from them, and their passes look for them.
+"""Features: classes that a primitive derives from in place of `Primitive`, and that passes look
+for.
 
 * Lowering: rows that change modules of the copy that is built.
 * Kernel injection.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Copy(Protocol):
-    """The local copy of a model that is being built: on a rank, or on the meta device."""
+    """The local copy of a model under construction: on a rank, or on the meta device."""
 
     @property
     def plan(self) -> Plan:
@@ -37,15 +38,18 @@ class Copy(Protocol):
 
     @property
     def chains(self) -> Mapping[tuple[str, ...], Any]:
-        """The choices for the sites of each row with a limit of memory."""
+        """The choices for the chains of sites of each row with a memory limit, by the sites of a
+        chain."""
 
     def at(self, fqn: str) -> Any:
-        """The module of this name in the copy."""
+        """Return the module of this name in the copy."""
 
 
 class Lowered(Primitive, feature=True):
-    """A row that changes modules itself when a program is built, after and before others as the
-    facets say that it writes (`passes/lower/build.py`)."""
+    """A row that changes modules itself when a program is built.
+
+    `passes/lower/build.py` orders these rows by the facets that they write.
+    """
 
     @abstractmethod
     def lower(self, site: Any, copy: Copy) -> None:
@@ -53,7 +57,8 @@ class Lowered(Primitive, feature=True):
 
 
 class Rewrite(Lowered, feature=True):
-    """A row that lets each of its modules compute in another way, from the module alone."""
+    """A row that replaces the computation of each of its modules, without knowledge of other
+    modules."""
 
     reads = frozenset({Facet.STRUCTURE})
     writes = frozenset({Facet.STRUCTURE})
@@ -68,11 +73,12 @@ class Rewrite(Lowered, feature=True):
 
 
 class Injected(Lowered, feature=True):
-    """A row that puts a kernel in the place of a module's computation, or of a part of it."""
+    """A row that replaces the computation of a module, or of a part of it, by a kernel."""
 
     @property
     def part(self) -> str:
-        """The part that is replaced, so that another row may replace another; "": all of it."""
+        """The name of the part that is replaced, so that another row may replace another; "":
+        everything."""
         return ""
 
     @property
@@ -82,14 +88,14 @@ class Injected(Lowered, feature=True):
 
 
 class Renewing(Primitive, feature=True):
-    """A row whose sites are other modules afterwards, for the rows below it."""
+    """A row that replaces the modules at its sites: rows below act on the new ones."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison of a trial: its error against float64, and how large it may be.
+    """One comparison of a trial: its error against float64, and the allowed error.
 
-    `ran` is False where the thing itself could not be run here: then it is not proven.
+    `ran` is False where the kernel itself could not run here: it is then not proven.
     """
 
     name: str
@@ -100,26 +106,26 @@ class Trial:
 
 
 class Tried(Primitive, feature=True):
-    """A row with something that float64 cannot show, and that is run by itself for a proof.
+    """A row whose effect float64 cannot show, and that a proof therefore runs in isolation.
 
-    `apart` says how it runs there and not within a program under proof ("compiled").
+    `apart` says how it runs in isolation and not within a program under proof ("compiled").
     """
 
     apart: ClassVar[str] = ""
 
     @abstractmethod
     def trial(self, site: Any, plan: Plan, calls: Mapping[str, tuple[Any, Any]]) -> Sequence[Trial]:
-        """Run it, and compare.
+        """Run the row's computation, and compare.
 
-        `calls` are arguments and keyword arguments of real calls of the module, the first under
-        "", the others, to be made after it, by how they differ: in values and masks, in shape.
+        `calls` are positional and keyword arguments of real calls of the module: the first under
+        "", the others, to be run after it, by how they differ: in values and masks, or in shape.
         """
 
 
 @dataclass(frozen=True)
 class Count:
-    """The cost of one call on a device: kernels of its forward and of its backward, and the bytes
-    that both read and write."""
+    """The cost of one call on a device: kernels of forward and backward, and bytes read and
+    written."""
 
     forward: int
     backward: int
@@ -138,8 +144,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Gain:
-    """The kernels and bytes of a module before and after a row, and the text of kernels made for
-    it."""
+    """The kernels and bytes of a module before and after a row, and the sources of generated
+    kernels."""
 
     before: Count
     after: Count
@@ -147,25 +153,25 @@ class Gain:
 
     @property
     def any(self) -> bool:
-        """Whether there are fewer kernels, or fewer bytes."""
+        """Whether there are fewer kernels or fewer bytes."""
         return self.after.kernels < self.before.kernels or self.after.bytes < self.before.bytes
 
 
 class Gaining(Primitive, feature=True):
-    """A row that is there for fewer kernels, or fewer bytes."""
+    """A row whose purpose is fewer kernels or fewer bytes."""
 
     @abstractmethod
     def gain(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Gain | None:
-        """Kernels and bytes before and after, counted on the meta device for arguments that lie
-        there."""
+        """Return kernels and bytes before and after, counted on the meta device with meta
+        arguments."""
 
 
 class Budgeted(ABC):
-    """A plan by which modules keep at most so many bytes on a rank for their backwards.
+    """A strategy that limits the bytes that modules keep on a rank for their backward.
 
-    cuts   stages begin where what the plan repeats leaves them in balance
-    keeps  it keeps by itself what a backward needs, so that nothing else can move it
-    moves  it says by itself what of its modules is moved to the host, and when
+    cuts   stages are cut so that the recomputation of this strategy is balanced
+    keeps  the strategy saves activations itself, so that no other row can move them
+    moves  the strategy decides itself what is offloaded to the host, and when
     """
 
     memory: int
@@ -175,61 +181,65 @@ class Budgeted(ABC):
 
     @abstractmethod
     def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
-        """Choose what is done with modules of these costs, in `memory` bytes.
+        """Choose how to run modules of these costs in `memory` bytes.
 
-        `play` does it with a model without values, which it gives back after a backward.
+        `play` runs the choice with a model on the meta device, and returns that model after a
+        backward.
         """
 
     @abstractmethod
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
-        """Do with modules of the copy, by chains, what `fit` found for them."""
+        """Apply the choices of `fit` to modules of the copy, chain by chain."""
 
     @abstractmethod
     def said(self, found: Any) -> str:
-        """Say in words what `fit` found."""
+        """Describe in words what `fit` chose."""
 
 
 class Recomputing(Lowered, feature=True):
-    """A row that lets modules run again in backward (`remat`)."""
+    """A row by which modules run again in backward (`remat`)."""
 
     writes = frozenset({Facet.RECOMPUTE})
 
     def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The sites in the groups that are computed as one, which no cut divides."""
+        """Return the sites in groups that are recomputed as one; no stage cut divides a group."""
         return [(site,) for site in sites]
 
     @property
     def budget(self) -> Budgeted | None:
-        """The plan that fits its modules into memory; None: they keep as much as they do."""
+        """The strategy that fits the modules into memory; None: no limit."""
         return None
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
         """Return the regions of the sites that run again in backward (`remat.Again`).
 
-        `found` is what the budget found for the chains of the sites. None: nothing runs again, or
+        `found`: the choices of the budget for the chains of the sites. None: nothing runs again, or
         only the run itself decides it.
         """
         return None
 
 
 class SplittingHeads(Primitive, feature=True):
-    """A row that splits a dim evenly, and can be told of how many heads it consists."""
+    """A row that splits a dim evenly, and can be given the number of heads in the dim."""
 
     @property
     @abstractmethod
     def settles_heads(self) -> bool:
-        """Whether it says what becomes of heads that the ranks do not divide."""
+        """Whether the row says how to treat heads that the ranks do not divide."""
 
     @abstractmethod
     def remedies(
         self, site: str, heads: int, ranks: int, blocks: bool
     ) -> tuple[Sequence[str], Facts]:
-        """Calls that are legal for `heads` heads at `site`, as helps; the arguments that the first
-        of them gives the row, by name.  `blocks`: they may be q, k and v."""
+        """Return legal calls for `heads` heads at `site`, as helps, and the arguments of the first
+        call.
+
+        The arguments are by name. `blocks`: the dim may hold q, k and v.
+        """
 
 
 class Slicing(Primitive, feature=True):
-    """A row by which ranks keep slices of the optimizer's state."""
+    """A row by which ranks hold slices of the optimizer's state."""
 
     @property
     @abstractmethod
@@ -243,11 +253,11 @@ class Slicing(Primitive, feature=True):
 
     @abstractmethod
     def unsliced(self) -> Primitive:
-        """The same row, by which ranks keep all of the state."""
+        """Return the same row with the full state on every rank."""
 
 
 class Checking(Primitive, feature=True):
-    """A row that changes nothing and asks for more of a proof (`Check`)."""
+    """A row that changes nothing and adds demands to a proof (`Check`)."""
 
 
 class Located(Primitive, feature=True):
@@ -255,23 +265,23 @@ class Located(Primitive, feature=True):
 
     @abstractmethod
     def located(self, folder: Path) -> Primitive:
-        """The same call with the files read; paths start at the schedule's folder."""
+        """Return the same call with the files read; paths are relative to the schedule's folder."""
 
 
 class Resolved(Primitive, feature=True):
-    """A row that names something that is known without a model."""
+    """A row that names something that can be looked up without a model."""
 
     @abstractmethod
     def resolved(self, patterns: Mapping[str, Pattern]) -> Primitive:
-        """The same call with what it names looked up, its pattern filled in."""
+        """Return the same call with its names looked up, its pattern filled in."""
 
 
 class Grouping(Primitive, feature=True):
-    """A row that takes some of its modules at a time."""
+    """A row that acts on groups of its modules."""
 
     @abstractmethod
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The sites in the groups that it takes at a time."""
+        """Return the sites in the groups that the row acts on."""
 
 
 def check_called(row: Primitive, site: Site, plan: Plan) -> None:
@@ -295,19 +305,19 @@ def check_called(row: Primitive, site: Site, plan: Plan) -> None:
 
 
 class Settled(Primitive, feature=True):
-    """A row of which some mistakes show only when all rows stand and the model is traced."""
+    """A row with mistakes that show only when all rows are known and the model is traced."""
 
     @abstractmethod
     def settled(self, site: Any, plan: Plan, traced: Any) -> None:
-        """Refuse them."""
+        """Refuse such mistakes."""
 
 
 class Uniform(Primitive, feature=True):
     """A row that is checked once for all modules that are equal.
 
-    It promises that `check` and `transform` see nothing of a module but its Python class, its
-    parameters and buffers (not their values), the plain attributes that `looks_at` names, what it
-    holds likewise, and what rows do to it, around it and inside of it.
+    The class promises that `check` and `transform` read of a module only: its Python class, its
+    parameters and buffers (not their values), the plain attributes in `looks_at`, the same of its
+    children, and the rows at it, around it and inside of it.
     """
 
     looks_at: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,7 @@
-"""Limits of a search for settings: values that are pinned, forbidden, or the least there may be."""
+"""Limits of a search for settings: values that are pinned, forbidden, or a minimum.
+
+From the `search` statements of a schedule and the options of `schedlang tune`.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 Value = int | bool | str
 
 COUNTS = ("dp", "pp", "tp", "cp", "ep", "rows", "micro", "chunks", "slices", "zero")
-CHOICES = {  # words that a name may have
-    "again": ("none", "some", "all"),  # units that are computed again
-    "offload": ("none", "activations", "optimizer", "both"),  # what lies on the host
+CHOICES = {  # names whose values are words
+    "again": ("none", "some", "all"),  # units that are recomputed
+    "offload": ("none", "activations", "optimizer", "both"),  # what is stored on the host
 }
-AXES = ("dp", "pp", "cp", "tp")  # of a mesh, from the slowest, as they usually lie
+AXES = ("dp", "pp", "cp", "tp")  # of a mesh, in the usual order, slowest first
 NAMES = (*COUNTS, "sequence", "order", "axes", *CHOICES)
 PIN, FORBID, LEAST = "pin", "forbid", "at least"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds within which a search looks for a setting, by the names of `NAMES`.
+    """Bounds of a search, by the names of `NAMES`.
 
     pinned     the only values that a name may have
-    forbidden  values that it must not have
-    least      the smallest count that it may have
+    forbidden  values that a name must not have
+    least      the smallest count that a name may have
     """
 
     pinned: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -43,11 +46,11 @@ class Limits:
         return name not in self.least or int(value) >= self.least[name]
 
     def admitted(self, name: str, values: Iterable[Value]) -> list[Value]:
-        """Return those of some values that a name may have."""
+        """Return the values that a name may have, among these."""
         return [value for value in values if self.admits(name, value)]
 
     def within(self, other: Limits) -> Limits:
-        """Both at once.  What both pin is pinned as this one has it."""
+        """Return both limits combined; a name that both pin is pinned as in `self`."""
         least = {
             name: max(self.least.get(name, 0), other.least.get(name, 0))
             for name in {**other.least, **self.least}
@@ -59,16 +62,16 @@ class Limits:
         return Limits({**other.pinned, **self.pinned}, forbidden, least)
 
     def limited(self, how: str, name: str, values: tuple[Any, ...]) -> Limits:
-        """These limits and one more, as a schedule or an option says it.
+        """Return these limits and one more, as a schedule or an option gives it.
 
-        Raises Refusal S106 for a name that there is not, S109 for values that it cannot have, and
-        for one that leaves nothing.
+        Raises Refusal S106 for an unknown name, S109 for values that the name cannot have, and for
+        a limit that leaves no value.
         """
         if name not in NAMES:
             title = f"a search has no `{name}`"
             facts = unknown(name, NAMES)
             raise Refusal.of("S106", title, helps=(guess(name, NAMES, "it has"),), facts=facts)
-        made = tuple(one for value in values for one in _values(name, value))
+        made = tuple(one for value in values for one in _expand_value(name, value))
         if how == LEAST:
             if name not in COUNTS or len(made) > 1:
                 _refuse(f"`{name}` has no least value", f"one number, of {', '.join(COUNTS)}")
@@ -87,7 +90,7 @@ class Limits:
         return both
 
     def of(self, name: str) -> Limits:
-        """Return those of one name alone."""
+        """Return the limits of one name alone."""
         return Limits(
             {one: values for one, values in self.pinned.items() if one == name},
             {one: values for one, values in self.forbidden.items() if one == name},
@@ -95,34 +98,37 @@ class Limits:
         )
 
     def text(self) -> str:
-        """tp = 4, pp not 8, dp at least 2"""
-        parts = [f"{name} = {_any(name, values)}" for name, values in self.pinned.items()]
-        parts += [f"{name} not {_any(name, values)}" for name, values in self.forbidden.items()]
+        """Format the limits: tp = 4, pp not 8, dp at least 2."""
+        parts = [f"{name} = {_format_any(name, values)}" for name, values in self.pinned.items()]
+        parts += [
+            f"{name} not {_format_any(name, values)}" for name, values in self.forbidden.items()
+        ]
         parts += [f"{name} at least {value}" for name, value in self.least.items()]
         return ", ".join(parts)
 
 
 def laid(said: str) -> tuple[Value, ...]:
-    """Every order of all axes in which those that are said, as `pp-dp`, lie so."""
+    """Return every order of all axes that has the axes of `said`, for example `pp-dp`, in their
+    order."""
     some = said.split("-")
     orders = (order for order in permutations(AXES) if [a for a in order if a in some] == some)
     return tuple("-".join(order) for order in orders)
 
 
-def _values(name: str, value: Any) -> tuple[Value, ...]:
-    """The values that one which is said stands for."""
+def _expand_value(name: str, value: Any) -> tuple[Value, ...]:
+    """Return the values that a given value stands for."""
     if name != "axes":
-        return (_value(name, value),)
+        return (_check_value(name, value),)
     if not (found := laid(str(value))) or "-" not in str(value):
         legal = "some of dp, pp, cp and tp from the slowest on: `pp-dp`; experts lie along dp"
         _refuse(f"`axes` cannot be `{value}`", legal)
     return found
 
 
-def _value(name: str, value: Any) -> Value:
-    """A value that a name can have; of an order its name in the catalogue."""
+def _check_value(name: str, value: Any) -> Value:
+    """Return a legal value of a name; for an order, its name in the catalogue."""
     if name == "order":
-        return _order(str(value))
+        return _check_order(str(value))
     if name in CHOICES:
         if value not in CHOICES[name]:
             _refuse(f"`{name}` cannot be `{value}`", f"one of {', '.join(CHOICES[name])}")
@@ -139,7 +145,7 @@ def _value(name: str, value: Any) -> Value:
     return int(value)
 
 
-def _order(name: str) -> str:
+def _check_order(name: str) -> str:
     from schedlang.pipeline.schedules import OrderError, find
 
     try:
@@ -153,13 +159,13 @@ def _refuse(title: str, legal: str) -> NoReturn:
 
 
 def written(value: object) -> str:
-    """A value as the command line takes it: `true`, `4`, `1F1B`."""
+    """Format a value as the command line accepts it: `true`, `4`, `1F1B`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _any(name: str, values: Iterable[Value]) -> str:
+def _format_any(name: str, values: Iterable[Value]) -> str:
     shown = [*map(written, values)]
-    if name == "axes":  # as shortly as they may be said
+    if name == "axes":  # in the shortest form
         some = (one for count in (2, 3) for one in permutations(AXES, count))
         shown = next(([s] for s in map("-".join, some) if list(laid(s)) == shown), shown)
     return " or ".join(shown)

@@ -1,23 +1,26 @@
-"""The memory of a rank by class of tensor, over the operations of a step."""
+"""The memory of a rank by class of tensor, over the operations of a step.
+
+Filled by the simulators, printed by `schedlang plan`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# activations: what a forward leaves for its backward; communication: gathered parameters,
-# gradients not yet reduced, messages; temporary: what lives within one forward or backward, with
-# what is computed again there
+# activations: saved by a forward for its backward; communication: gathered parameters,
+# gradients not yet reduced, messages; temporary: allocated within one forward or backward,
+# recomputed tensors included
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
-STATE = CLASSES[:3]  # what lies there between two steps, or comes to be in one
+STATE = CLASSES[:3]  # allocated between two steps, or created in one
 MOMENTS = 2  # AdamW's, in the parameter's dtype
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of a step: bytes by class where their sum is greatest in it, and after it.
+    """One operation of a step: bytes by class at the operation's peak, and after it.
 
-    passing  of all but parameters, gradients and optimizer state, at most in it
+    passing  peak of all classes but parameters, gradients and optimizer state
     """
 
     what: str
@@ -28,11 +31,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes over a step of ranks that hold equally much: how many they are, the lowest one.
+    """Bytes over a step for ranks of equal memory: their number, and the lowest such rank.
 
-    place  along the pipeline's axis, if there is one
-    host   bytes in host memory at most, of what was moved there
-    left   calls that kernels leave to the model, in words
+    place  the position along the pipeline's axis, if there is one
+    host   peak bytes in host memory of offloaded tensors
+    left   descriptions of the calls that kernels decline and leave to the model
     """
 
     ranks: int
@@ -44,34 +47,33 @@ class RankMemory:
 
     @property
     def top(self) -> Moment:
-        """The operation in which most bytes are held."""
+        """The operation with the highest peak."""
         return max(self.moments, key=lambda one: sum(one.most))
 
     @property
     def peak(self) -> int:
-        """The bytes then."""
+        """The bytes at the peak."""
         return sum(self.top.most)
 
     @property
     def classes(self) -> dict[str, int]:
-        """The bytes then, by class."""
+        """The bytes at the peak, by class."""
         return dict(zip(CLASSES, self.top.most))
 
     @property
     def passing(self) -> int:
-        """The greatest number of bytes, in any operation, beside parameters, gradients, optimizer
+        """The highest peak, over all operations, without parameters, gradients and optimizer
         state."""
         return max(one.passing for one in self.moments)
 
     @property
     def activations(self) -> int:
-        """The greatest number of bytes, in any operation, that forwards have saved for
-        backwards."""
+        """The highest number of bytes, over all operations, of activations saved for backward."""
         place = CLASSES.index("activations")
         return max(one.most[place] for one in self.moments)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values; the curve has a row of classes for each operation."""
+        """Return plain values; the curve has the classes of each operation."""
         return {
             "ranks": self.ranks,
             "first": self.first,

@@ -1,7 +1,4 @@
-"""The mesh: named axes of ranks, who shares a group, and what axes are usually called.
-
-* Axes by what they are usually called: which one of a mesh a help names, and what a mesh lacks.
-"""
+"""The mesh: named axes of ranks, the groups along them, and usual names of axes."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from functools import cached_property
 class Mesh:
     """Named axes of ranks, slowest first: the last axis varies fastest with the rank.
 
-    `axes` are (name, size) pairs, `views` give a second name to several axes folded together.
-    `device` is the text behind `on`, or None.
-    `tp/2` names runs of 2 neighbours along `tp` (see `neighbours`): an axis that nobody declares.
-    Names only: process groups are made when a plan is built.
+    `axes` are (name, size) pairs; `views` give a second name to several axes folded together.
+    `device` is the text after `on`, or None. `tp/2` names runs of 2 neighbours along `tp` (see
+    `neighbours`): such an axis is never declared. Names only: process groups are created when a
+    plan is built.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
     views: tuple[tuple[str, tuple[str, ...]], ...] = ()
     device: str | None = None
-    # what was folded before: asked for by every part of every tensor, and a mesh never changes
+    # cache of `fold`: called for every shard of every tensor, and a mesh never changes
     _folded: dict[tuple[str, ...], tuple[str, ...]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -45,10 +42,11 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def fold(self, over: str | Sequence[str]) -> tuple[str, ...]:
-        """The plain axes that a name, a view or a tuple of them stands for, in mesh order.
+        """Return the plain axes that a name, a view or a tuple of them stands for, in mesh order.
 
-        In whatever order they are named: the members of a process group go by rising rank, and
-        only mesh order numbers them so.  `b.a` stands for axes of which the first is the slowest.
+        The order of the names does not matter: the members of a process group are sorted by rank,
+        and only mesh order numbers them so. `b.a` stands for several axes, the first one the
+        slowest.
         """
         named = (over,) if isinstance(over, str) else tuple(over)
         if named not in self._folded:
@@ -60,20 +58,21 @@ class Mesh:
         return self._folded[named]
 
     def ordered(self, names: Collection[str]) -> tuple[str, ...]:
-        """Some axes, views and runs in mesh order, without runs along an axis that is named."""
+        """Return axes, views and runs in mesh order, without runs along an axis that is named
+        itself."""
         runs = (n for n in names if "/" in n and n.partition("/")[0] not in names)
         order = list(self.sizes)
         behind = sorted(runs, key=lambda name: (order.index(name.partition("/")[0]), name))
         return (*(name for name in self.names if name in names), *behind)
 
     def size(self, over: str | Sequence[str]) -> int:
-        """Return how many ranks lie along one axis, a view, or a tuple of axes."""
-        return math.prod(count for _, count in self._lines(over))
+        """Return the number of ranks along one axis, a view, or a tuple of axes."""
+        return math.prod(count for _, count in self._extents(over))
 
-    def _lines(self, over: str | Sequence[str]) -> list[tuple[str, int]]:
-        """The declared axes along which a group lies, and how many of its ranks lie along each.
+    def _extents(self, over: str | Sequence[str]) -> list[tuple[str, int]]:
+        """Return the declared axes of a group, slowest first, and the group's extent along each.
 
-        By these the places in the group are counted, the slowest first.
+        The index of a rank in its group is counted by these.
         """
         order = over.split(".") if isinstance(over, str) and "." in over else self.fold(over)
         lines = (axis.partition("/") for axis in order)
@@ -88,38 +87,39 @@ class Mesh:
         return {name: found[name] for name in self.sizes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given coordinates; the inverse of `coordinates`."""
+        """Return the rank at the given coordinates; the inverse of `coordinates`."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinates[name]
         return rank
 
     def index(self, rank: int, over: str | Sequence[str]) -> int:
-        """The place of a rank within its group along `over`, from 0."""
+        """Return the index of a rank within its group along `over`, from 0."""
         return self.index_at(self.coordinates(rank), over)
 
     def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
-        """The place within a group along `over` of the rank with these coordinates."""
+        """Return the index, within its group along `over`, of the rank with these coordinates."""
         place = 0
-        for name, extent in self._lines(over):
+        for name, extent in self._extents(over):
             place = place * extent + coordinates[name] % extent
         return place
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `over` only, in the order of `index`."""
+        """Return the ranks that differ from `rank` along `over` only, in the order of `index`."""
         return tuple(self.member(rank, over, place) for place in range(self.size(over)))
 
     def member(self, rank: int, over: str | Sequence[str], place: int) -> int:
-        """The rank at one place of the group of `rank` along `over`, without the others."""
+        """Return the rank at one index of the group of `rank` along `over`, without computing the
+        others."""
         here = self.coordinates(rank)
-        for name, extent in reversed(self._lines(over)):
+        for name, extent in reversed(self._extents(over)):
             place, at = divmod(place, extent)
             here[name] += at - here[name] % extent
         return self.rank(here)
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along `over`; every rank is in exactly one."""
-        lines = dict(self._lines(over))
+        """Return all groups along `over`; every rank is in exactly one."""
+        lines = dict(self._extents(over))
         stride, offsets, firsts = self.world, [0], [0]
         for name, size in self.axes:
             stride //= size
@@ -133,11 +133,11 @@ class Mesh:
 
 
 def neighbours(axis: str, count: int) -> str:
-    """The name of the axis along which runs of `count` neighbours of another axis lie."""
+    """Return the name of the axis of runs of `count` neighbouring ranks along `axis`."""
     return f"{axis}/{count}"
 
 
-# what ranks along an axis do -> what it is usually called; the first is offered where none is there
+# role of an axis -> its usual names; the first is offered where the mesh has none
 NAMES: Mapping[str, tuple[str, ...]] = {
     "replicas": ("dp", "data", "ddp", "fsdp", "rep", "replicas", "dp2"),
     "stages": ("pp", "pipe", "pipeline", "stage", "stages"),
@@ -148,9 +148,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def usual(axes: Collection[str], role: str) -> str | None:
-    """The axis that a help names for ranks of a role of NAMES; None where there is none.
+    """Return the axis that a help names for a role of NAMES; None where the mesh has none.
 
-    That of a usual name, or else the first whose name tells nothing of another role.
+    An axis with a usual name, else the first whose name does not indicate another role.
     """
     named = [name for name in NAMES[role] if name in axes]
     others = {name for names in NAMES.values() for name in names}
@@ -158,7 +158,7 @@ def usual(axes: Collection[str], role: str) -> str | None:
 
 
 def offered(row: str, axes: Collection[str], role: str) -> str:
-    """A row as a help offers it, its `{}` the axis for a role, with how the mesh has to be for it.
+    """Format a row for a help, its `{}` replaced by the axis for a role, and what the mesh lacks.
 
     >>> offered("zero(stage=1, over={})", ["dp"], "replicas")
     '`zero(stage=1, over=dp)`'

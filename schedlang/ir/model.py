@@ -1,4 +1,7 @@
-"""Facts of an untouched model: modules, parameters, ties and named dims.  Reads, never writes."""
+"""Facts of an untouched model: modules, parameters, ties and named dims. Reads, never writes.
+
+Selectors resolve paths on these facts, and a plan refers to the model through them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.storage.codebook import Coding
 
-    # to a copy that is trained by another rule
+    # returns a copy that is trained in another way
     Change: TypeAlias = "Callable[[nn.Module], nn.Module] | Adapting"
 
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
@@ -35,7 +38,7 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
-    # beside those of the projection
+    # in addition to those of the projection
     "schedlang.runtime.adapted.Adapted": {
         "lora_A": ("rank", "in"),
         "lora_B": ("out", "rank"),
@@ -48,25 +51,27 @@ BASE = "torch.nn.modules.module.Module"
 
 @runtime_checkable
 class Adapting(Protocol):
-    """A change of a model that brings parameters of its own (`adapt`)."""
+    """A change of a model that adds parameters of its own (`adapt`)."""
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Change a module: a copy, on the same storage."""
+        """Return a changed copy of a module, on the same storage."""
 
     def varied(self, module: nn.Module) -> nn.Module:
-        """Change a module; what the change brings begins with other values than in training."""
+        """Return a changed copy; the added parameters get other values than training starts
+        with."""
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """Return what makes the first values of a parameter of a tensor like it; None: of none."""
+        """Return the function that makes the initial value of an added parameter from a like
+        tensor; else None."""
 
     def coded(self, name: str) -> Coding | None:
-        """Return how a parameter of this name lies in codes; None: as it is."""
+        """Return the coding in which a parameter of this name is stored; None: stored as it is."""
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge values of the model after the change into those of the model before."""
+        """Merge the added parameters into values of the model before the change."""
 
     def undrawn(self, module: nn.Module) -> None:
-        """Let what the change brings draw no random numbers in a module that has it."""
+        """Stop the added parts of a changed module from drawing random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class ParameterFact:
     dtype: str
     itemsize: int
     requires_grad: bool
-    names: tuple[str, ...]  # all names of the same tensor, itself first
+    names: tuple[str, ...]  # all names of the tensor, `name` first
 
     @property
     def numel(self) -> int:
@@ -93,10 +98,9 @@ class ParameterFact:
 class Site:
     """One module of the untouched model.
 
-    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
-    own parameters, where a class defines them; `parameters` maps a local name ("weight") to the
-    parameter, which may be tied.
-    A module without a forward, such as a list, holds others and is never called.
+    `classes` are the qualified names of its class and base classes; `dims` the names of the dims of
+    its own parameters, where a class defines them; `parameters` maps a local name ("weight") to the
+    parameter, which may be tied. A module without a forward, such as a list, is never called.
     """
 
     fqn: str
@@ -113,13 +117,12 @@ class Site:
         return self.classes[0].rpartition(".")[2]
 
     def is_a(self, name: str) -> bool:
-        """Return whether the class, or one that it inherits from, is called `name` (plain or
-        qualified)."""
+        """Return whether the class or a base class is called `name` (plain or qualified)."""
         return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for sites that are alike: same class, parameter shapes and dtypes."""
+        """A key that is equal for sites of the same class, parameter shapes and dtypes."""
         shapes = ((name, fact.shape, fact.dtype) for name, fact in self.parameters.items())
         return (self.classes[0], tuple(shapes))
 
@@ -128,12 +131,12 @@ class Site:
 
 
 class ModelFacts:
-    """All sites of one model in model order, found once; the model itself stays as it is.
+    """All sites of one model in model order, computed once; the model itself is never changed.
 
-    The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
-    Where rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a
-    copy with these `changes`, and `base` has the facts of the untouched one.  `varied`: a proof has
-    given the untouched one other values, and parameters that rows bring begin with others too.
+    The model may be on the meta device. `model` is stored for `attribute` and for `build`. Where
+    rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a copy
+    with these `changes`, and `base` has the facts of the untouched model. `varied`: a proof has
+    given the untouched model other values; parameters that rows add start with other values, too.
     """
 
     def __init__(
@@ -149,16 +152,17 @@ class ModelFacts:
         self.changes: tuple[Change, ...] = changes
         self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-        self.cache: dict[object, object] = {}  # answers of probes, by what was asked
-        self.given: dict[str, Any] = {}  # replacements that were named in Python
+        self.cache: dict[object, object] = {}  # results of probes
+        self.given: dict[str, Any] = {}  # replacements given in Python, by name
 
     def changed(self, change: Change) -> ModelFacts:
-        """The facts of the model after one more change."""
+        """Return the facts of the model after one more change."""
         make = change.varied if self.varied and isinstance(change, Adapting) else change
         return ModelFacts(make(self.model), self.base, (*self.changes, change), self.varied)
 
     def like(self, module: nn.Module, varied: bool = False) -> ModelFacts:
-        """The facts of another untouched module of the same structure, changed as this one is."""
+        """Return the facts of another untouched module of equal structure, with the same
+        changes."""
         facts = ModelFacts(module, varied=varied)
         for change in self.changes:
             facts = facts.changed(change)
@@ -166,16 +170,18 @@ class ModelFacts:
 
     @property
     def replacements(self) -> Mapping[str, Any]:
-        """Modules of the user's own by name: what the model file or its class gave the model."""
+        """The user's replacement modules by name, from the model file or the model's class, and
+        from Python."""
         found = getattr(self.base.model, "replacements", None)
         return {**(found if isinstance(found, Mapping) else {}), **self.base.given}
 
     def named(self, value: object) -> object:
-        """A name by which rows say a module, or a function that makes one; others as they are."""
+        """Register a module, or a function that makes one, and return a name for rows; else return
+        `value`."""
         if not callable(value):
             return value
-        said = getattr(value, "__name__", type(value).__name__)
-        stem = name = said if said.isidentifier() else "replacement"
+        own_name = getattr(value, "__name__", type(value).__name__)
+        stem = name = own_name if own_name.isidentifier() else "replacement"
         number = 1
         while self.given.get(name, value) is not value:
             number += 1
@@ -189,13 +195,17 @@ class ModelFacts:
         return any(getattr(change, "rewrites", False) for change in self.changes)
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that makes the first values of a parameter that a row brings, of a
-        tensor like it; None: it is the model's own."""
+        """Return the function that makes the initial value of a parameter that a row adds, from a
+        like tensor.
+
+        None: the parameter is the model's own.
+        """
         draws = (change.drawn(name) for change in self.changes if isinstance(change, Adapting))
         return next((make for make in draws if make is not None), None)
 
     def coded(self, name: str) -> Coding | None:
-        """Return how a parameter lies in codes on a rank, by its first name; None: as it is."""
+        """Return the coding in which a rank stores a parameter, by its first name; None: stored as
+        it is."""
         if not any(isinstance(change, Adapting) for change in self.changes):
             return None
         names = self.parameters[name].names
@@ -203,7 +213,7 @@ class ModelFacts:
         return next((coding for coding in found if coding is not None), None)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of the untouched model's parameters, of those of this one: by every name."""
+        """Return the untouched model's parameter values for values of this model, by every name."""
         found = dict(values)
         for change in reversed(self.changes):
             if isinstance(change, Adapting):
@@ -211,7 +221,7 @@ class ModelFacts:
         return found
 
     def undrawn(self) -> nn.Module:
-        """A copy of the model in which nothing that a row brings draws numbers at random."""
+        """Return a copy of the model in which no added part draws random numbers."""
         twin = copied(self.model)
         for change in self.changes:
             if isinstance(change, Adapting):
@@ -220,7 +230,7 @@ class ModelFacts:
 
     @cached_property
     def compared(self) -> nn.Module:
-        """The model that a proof compares with: trained as the rows say, with its own
+        """The model that a proof compares with: trained as the rows say, with the original
         computation."""
         if not self.rewritten:
             return self.model
@@ -231,7 +241,7 @@ class ModelFacts:
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
-        """Every parameter by every name it has; tied names share one fact."""
+        """Every parameter by every name; tied names share one fact."""
         names: dict[int, list[str]] = {}
         tensors = {
             f"{fqn}.{name}" if fqn else name: tensor
@@ -243,17 +253,17 @@ class ModelFacts:
             names.setdefault(id(tensor), []).append(name)
         facts: dict[str, ParameterFact] = {}
         dtypes: dict[Any, tuple[str, int]] = {}
-        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one for very many equal ones
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes share one tuple
         for same in names.values():
             tensor = tensors[same[0]]
             if hasattr(tensor, "materialize"):
-                raise _without_shape(same[0])
+                raise _refuse_lazy(same[0])
             kind = tensor.dtype
             if kind not in dtypes:
                 dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
             shape = tuple(tensor.shape)
-            alike = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
-            fact = ParameterFact(same[0], *alike, tuple(same))
+            shared_fields = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
+            fact = ParameterFact(same[0], *shared_fields, tuple(same))
             for name in same:
                 facts[name] = fact
         return {name: facts[name] for name in tensors}
@@ -265,12 +275,12 @@ class ModelFacts:
 
     @cached_property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of names that are one tensor."""
+        """The groups of names that are one parameter."""
         return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
 
     @cached_property
     def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of names that are one buffer, the first in model order first."""
+        """The groups of names that are one buffer, in model order."""
         names: dict[int, list[str]] = {}
         for fqn, module in self._modules.items():
             for name, buffer in module._buffers.items():
@@ -289,30 +299,30 @@ class ModelFacts:
                 names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
                 known = (name for name in names if name not in (BASE, "builtins.object"))
                 classes[kind] = tuple(known) or (BASE,)
-                # those of the nearest class that names them, of each parameter
+                # for each parameter, the nearest class that names its dims
                 named = (DIMS.get(name, {}) for name in reversed(classes[kind]))
                 dims[kind] = {own: names for one in named for own, names in one.items()}
-            own = {name: facts[prefix + name] for name in _there(module._parameters)}
-            children, buffers = _there(module._modules), _there(module._buffers)
-            # torch's own forward, of lists and dicts, only raises
+            own = {name: facts[prefix + name] for name in _present_names(module._parameters)}
+            children, buffers = _present_names(module._modules), _present_names(module._buffers)
+            # torch's default forward (of lists and dicts) only raises
             calls = getattr(module.forward, "__name__", "") != "_forward_unimplemented"
             found[fqn] = Site(fqn, classes[kind], children, own, buffers, calls, dims[kind])
         return found
 
-    # -- what selectors ask ------------------------------------------------------------------
+        # torch's default forward (of lists and dicts) only raises
 
     def children(self, fqn: str) -> Sequence[str]:
-        """The names of the direct children of a module."""
+        """Return the names of the direct children of a module."""
         return self.sites[fqn].children
 
     def class_names(self, fqn: str) -> tuple[str, ...]:
-        """The plain names of a module's class and of its bases."""
+        """Return the plain names of a module's class and of its base classes."""
         return tuple(name.rpartition(".")[2] for name in self.sites[fqn].classes)
 
     def attribute(self, fqn: str, name: str) -> object:
-        """An attribute of a module; AttributeError if it has none of that name, or computes it.
+        """Return an attribute of a module, without running code of the model.
 
-        Nothing of the model's own code runs for it.
+        Raises AttributeError if the module has no such attribute, or computes it by a property.
         """
         module = self._modules[fqn]
         if isinstance(inspect.getattr_static(type(module), name, None), property | cached_property):
@@ -320,12 +330,12 @@ class ModelFacts:
         return getattr(module, name)
 
     def attributes(self, fqn: str) -> list[str]:
-        """The public names of what a module itself holds, beside parameters and children."""
+        """Return the public names of a module's own attributes, without parameters and children."""
         own = vars(self._modules[fqn])  # torch puts `training` there
         return [name for name in own if not name.startswith("_") and name != "training"]
 
     def module(self, fqn: str) -> nn.Module:
-        """The module itself, which stays as it is."""
+        """Return the module itself; callers must not change it."""
         return self._modules[fqn]
 
     def computes_as(self, fqn: str, name: str) -> bool:
@@ -338,26 +348,27 @@ class ModelFacts:
         return getattr(type(module), "forward", None) is getattr(base, "forward", None)
 
     def numel(self, fqn: str) -> int:
-        """The number of elements of a module's parameters, each tensor once."""
+        """Return the number of elements of a module's parameters, each tensor once."""
         return sum(fact.numel for fact in {id(f): f for f in self.below(fqn)}.values())
 
     def below(self, fqn: str) -> list[ParameterFact]:
-        """The parameters of a module and all below it, by every name there."""
+        """Return the parameters of a module and of all modules below it, by every name there."""
         return [self.parameters[name] for name in self.names_below(fqn)]
 
     def names_below(self, fqn: str) -> Iterator[str]:
-        """The names of the parameters of a module and all below it, in model order."""
+        """Yield the names of the parameters of a module and of all modules below it, in model
+        order."""
         site, prefix = self.sites[fqn], f"{fqn}." if fqn else ""
         yield from (prefix + name for name in site.parameters)
         for child in site.children:
             yield from self.names_below(prefix + child)
 
     def owner(self, parameter: str) -> Site:
-        """The module that holds a parameter of this name."""
+        """Return the module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
 
 
-def _without_shape(name: str) -> Refusal:
+def _refuse_lazy(name: str) -> Refusal:
     return Refusal.of(
         "S623",
         f"`{name}` has no shape yet: a lazy module has not been called",
@@ -365,23 +376,23 @@ def _without_shape(name: str) -> Refusal:
     )
 
 
-def _there(held: Mapping[str, object]) -> tuple[str, ...]:
-    """The names under which a module holds something."""
+def _present_names(held: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names whose value is not None."""
     if not held:
         return ()
     return tuple([name for name, value in held.items() if value is not None])
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a parameter's name is the pattern's, or ends in it from a dot on."""
+    """Return whether a parameter's name matches the pattern, or a suffix after a dot does."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def titled(fqn: str) -> str:
-    """The name of a module in a message; the model itself has none."""
+    """Return the name of a module for a message; "the model" for ""."""
     return f"`{fqn}`" if fqn else "the model"
 
 
 def inside(name: str, fqn: str) -> bool:
-    """Return whether a name is the module `fqn`, or stands inside of it."""
+    """Return whether a name is the module `fqn`, or is inside of it."""
     return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -1,7 +1,7 @@
-"""Placements of a tensor on a mesh: split, replicated or partial; sizes that do not divide.
+"""Placements of a tensor on a mesh: sharded, replicated or partial; dims that do not divide.
 
-* How a tensor lies on a mesh: which part each rank holds.
-* Sizes that ranks do not divide: what is padded, what several ranks hold, and what is refused.
+* `Layout`: the shards of a tensor on the ranks of a mesh.
+* `Cut`: a dim whose size the ranks may not divide: padded, replicated by several ranks, or refused.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from schedlang.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Uneven:
-    """The rule that makes a dim fit its ranks where they do not divide it: all parts get one size.
+    """The rule for a dim that its ranks do not divide, so that all shards have one size.
 
-    wide    elements that all ranks hold together, for each true one; above 1 in both cases
-    repeat  neighbouring ranks that hold the same part; 1: each block ends in zeros instead
+    wide    elements that all ranks hold together, per true element; above 1 if padded or replicated
+    repeat  neighbouring ranks that hold the same shard; 1: each block is padded with zeros instead
     """
 
     wide: Fraction = Fraction(1)
     repeat: int = 1
 
     def padded(self, size: int) -> int:
-        """The size of a block with its zeros."""
+        """Return the size of a block with its padding."""
         held = size * self.wide / self.repeat
         assert held.denominator == 1, (size, self)
         return held.numerator
 
     def true(self, held: int, ranks: int) -> int:
-        """The true size of a dim of which each rank holds so many."""
+        """Return the true size of a dim of which each rank holds `held` elements."""
         size = held * ranks / self.wide
         assert size.denominator == 1, (held, ranks, self)
         return size.numerator
@@ -43,10 +43,10 @@ EVEN = Uneven()
 
 @dataclass(frozen=True)
 class S:
-    """Split along a dim, named (`out`, `vocab`, `seq`) or by number.
+    """Split along a dim, given by name (`out`, `vocab`, `seq`) or number.
 
-    `blocks`: how many equal blocks, or the sizes of the blocks, lie side by side along the dim
-    and are split one by one (a fused q, k, v weight has 3).
+    `blocks`: the number of equal blocks, or the sizes of the blocks, that are concatenated along
+    the dim and are split one by one (a fused q, k, v weight has 3).
     """
 
     dim: str | int
@@ -63,7 +63,7 @@ class S:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The whole tensor on every rank; written `R`."""
+    """The full tensor on every rank; written `R`."""
 
     def __str__(self) -> str:
         return "R"
@@ -71,7 +71,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class P:
-    """A pending reduction: the whole is the `op` ("sum") over the ranks."""
+    """A pending reduction (partial): the full tensor is the `op` ("sum") over the ranks."""
 
     op: str = "sum"
 
@@ -85,7 +85,7 @@ Placement = S | Replicate | P
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of indices of one dim: `length` of them from `start` (of the padded whole)."""
+    """A run of indices of one dim: `length` of them from `start` (of the padded full dim)."""
 
     start: int
     length: int
@@ -103,10 +103,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of the elements of a tensor of a given shape on a mesh.
+    """The distribution of a tensor of a given shape over the ranks of a mesh.
 
-    `padded` is the shape after padding (equal to `shape` without), `splits` are applied in order,
-    so the first named axis is the slowest.  Axes that no split names hold replicas.
+    `padded` is the shape after padding (equal to `shape` without). `splits` are applied in order,
+    so the first named axis is the slowest. Axes that no split names hold replicas.
     """
 
     shape: tuple[int, ...]
@@ -115,11 +115,11 @@ class Layout:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Layout:
-        """The layout of an unsplit, unpadded tensor."""
+        """Return the layout of an unsharded, unpadded tensor."""
         return Layout(tuple(shape), tuple(shape))
 
     def pad(self, dim: int, size: int) -> Layout:
-        """The same with one dim padded to `size`; padding comes before splitting."""
+        """Return the layout with one dim padded to `size`; padding must precede splitting."""
         assert not self.splits and size >= self.shape[dim]
         padded = list(self.padded)
         padded[dim] = size
@@ -128,7 +128,8 @@ class Layout:
     def split(
         self, axis: str, dim: int, blocks: Sequence[int] = (), uneven: Uneven = EVEN
     ) -> Layout:
-        """The same, split once more; what was padded before is the first split's own padding."""
+        """Return the layout with one more split; earlier padding of the dim becomes the split's
+        own."""
         size, padded = self.shape[dim], list(self.padded)
         sizes = tuple(blocks) or (size,)
         assert sum(sizes) == size, (sizes, self.shape)
@@ -146,7 +147,7 @@ class Layout:
         return tuple(split.axis for split in self.splits)
 
     def segments(self, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
-        """Return the runs of the padded whole, dim by dim, that the rank at coordinates `at`
+        """Return, for each dim, the runs of the padded full dim that the rank at coordinates `at`
         holds."""
         held = [[[Segment(0, size)]] for size in self.padded]
         cut: set[int] = set()
@@ -160,14 +161,14 @@ class Layout:
         return tuple(tuple(joined([run for strip in dim for run in strip])) for dim in held)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape that every rank holds (padding included)."""
+        """Return the shape that every rank holds, padding included."""
         shape = list(self.padded)
         for split in self.splits:
             shape[split.dim] //= mesh.size(split.axis) // split.uneven.repeat
         return tuple(shape)
 
     def show(self, names: Sequence[str] | None = None) -> str:
-        """The layout as it is printed, `[768, 2304@tp]`; `names` replace sizes where given."""
+        """Format the layout, `[768, 2304@tp]`; `names` replace sizes where given."""
         cells = []
         for dim, size in enumerate(self.padded):
             over = "".join(f"@{split.axis}" for split in self.splits if split.dim == dim)
@@ -176,7 +177,7 @@ class Layout:
 
 
 def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
-    """Each block as its true indices and its zeros; all zeros lie behind the true whole."""
+    """Return each block as its true indices and its padding; all padding follows the true dim."""
     found, start, beyond = [], 0, sum(sizes)
     for size in sizes:
         more = uneven.padded(size) - size
@@ -187,7 +188,7 @@ def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
 
 @dataclass(frozen=True)
 class HeldRun:
-    """A run of indices that a rank holds: at `at` of its own, from `start` of the whole."""
+    """A run of indices that a rank holds: at local index `at`, from `start` of the full dim."""
 
     rank: int
     at: int
@@ -196,7 +197,8 @@ class HeldRun:
 
 
 def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
-    """All runs of all ranks, in their order; `start` beyond the sum of the sizes: zeros."""
+    """Return the runs of all ranks, in order of rank; `start` beyond the sum of `sizes` means
+    padding."""
     found = []
     for rank in range(ranks):
         at = 0
@@ -208,13 +210,14 @@ def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
 
 
 def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, place: int) -> list[int]:
-    """The indices that one of the ranks holds, in its order; those beyond the sum are zeros."""
+    """Return the indices that rank `place` holds, in its order; indices beyond the sum are
+    padding."""
     mine = [run for run in holds(sizes, uneven, ranks) if run.rank == place]
     return [run.start + k for run in mine for k in range(run.length)]
 
 
 def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
-    """One of equal parts of a chain of runs."""
+    """Return one of `parts` equal pieces of a sequence of runs."""
     whole = sum(run.length for run in strip)
     assert whole % parts == 0, (strip, parts)
     first, last = place * (whole // parts), (place + 1) * (whole // parts)
@@ -228,7 +231,7 @@ def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
 
 
 def joined(runs: Sequence[Segment]) -> list[Segment]:
-    """Neighbouring runs as one."""
+    """Merge neighbouring runs."""
     out: list[Segment] = []
     for run in runs:
         if out and out[-1].start + out[-1].length == run.start:
@@ -244,9 +247,10 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim to be split: its blocks, into how many heads each may be cut, and by which rule.
+    """A dim to be split: its blocks, the number of heads of each block, and the rule for uneven
+    sizes.
 
-    `heads` None: between any two elements.
+    `heads` None: a block may be split between any two elements.
     """
 
     blocks: tuple[int, ...]
@@ -255,15 +259,15 @@ class Cut:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The number of pieces that each block may be cut into."""
+        """The number of pieces that each block may be split into."""
         return tuple(self.heads or block for block in self.blocks)
 
     def even(self, ranks: int) -> bool:
-        """Do the ranks divide every block, between its heads?"""
+        """Return whether the ranks divide every block between its heads."""
         return all(count % ranks == 0 for count in self.units)
 
     def uneven(self, ranks: int) -> Uneven | None:
-        """Return the rule by which the dim fits the ranks; None where the rule does not fit the
+        """Return the rule that fits the dim to the ranks; None where the rule does not fit the
         sizes."""
         if self.even(ranks) or ranks == 1:
             return EVEN
@@ -275,18 +279,18 @@ class Cut:
         return None
 
     def fitting(self) -> list[int]:
-        """The numbers of ranks, up to 1024, that divide it evenly."""
+        """Return the numbers of ranks, up to 1024, that divide the dim evenly."""
         return [n for n in range(2, 1025) if self.even(n)]
 
 
 def some(numbers: Sequence[int]) -> str:
-    """The first of some numbers."""
+    """Format the first of some numbers."""
     shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
     return shown if len(numbers) <= MOST_SHOWN else f"{shown}, ..."
 
 
 def remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, str], ...]:
-    """The arguments of the first of `remedies`, names and values."""
+    """Return the arguments (names and values) of the first of `remedies`."""
     rule = "pad" if heads != 1 else None
     if heads and splits_out and ranks % heads == 0:
         rule = "replicate"
@@ -295,7 +299,8 @@ def remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, 
 
 
 def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[str]:
-    """Rows that make heads, or any sizes, fit; `row` is the call without its closing bracket."""
+    """Return rows that make heads, or any sizes, fit; `row` is the call without its closing
+    bracket."""
     count = f", heads={heads}" if heads else ""
     found = []
     if heads and splits_out and ranks % heads == 0:
@@ -306,9 +311,9 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
 
 
 def sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """Sizes of the blocks that lie side by side in a dim: as given, or of a number of equal ones.
+    """Return the sizes of the blocks of a dim: as given, or of a number of equal blocks.
 
-    Of more than there are elements one too many stands for all: these do not add up either.
+    For more blocks than elements, one block too many is returned: such sizes do not add up either.
     """
     if isinstance(blocks, int):
         return (size // blocks,) * min(blocks, size + 1)
@@ -316,7 +321,7 @@ def sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
-    """Return helps that say which `blocks` are legal for a dim of this size."""
+    """Return helps with the `blocks` that are legal for a dim of this size."""
     if isinstance(blocks, int):
         fit = [n for n in range(1, size + 1) if size % n == 0]
         return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)

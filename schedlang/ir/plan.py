@@ -1,4 +1,7 @@
-"""The plan: an immutable value that says what will be done, where, in which order, for whom."""
+"""The plan: an immutable value with everything that rows decide, bound to the modules of a model.
+
+`expand` makes it from a schedule; analysis, lowering, simulation and proofs read it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Action:
 
     @property
     def name(self) -> str:
-        """The word of the language for what is done."""
+        """The primitive's name in the language."""
         return type(self.primitive).__name__
 
     def changes(self, *facets: Facet) -> bool:
@@ -65,7 +68,7 @@ class Action:
 
     @property
     def each(self) -> list[tuple[str, ...]]:
-        """The groups of sites that the primitive takes at a time."""
+        """The groups of sites that the primitive is applied to, one call each."""
         if isinstance(self.primitive, Grouping):
             return self.primitive.taken(self.sites)
         return (
@@ -74,14 +77,14 @@ class Action:
 
     @property
     def together(self) -> list[tuple[str, ...]]:
-        """The groups of sites that are computed as one, which no cut divides."""
+        """The groups of sites that are recomputed as one; no stage cut divides a group."""
         if isinstance(self.primitive, Recomputing):
             return self.primitive.together(self.sites)
         return [(site,) for site in self.sites]
 
 
 class Printed(Protocol):
-    """A view of a plan for a user; `viz.picture` installs one."""
+    """A printer of plans for users; `viz.picture` installs one."""
 
     def text(self, plan: Plan) -> str:
         """Return the plan as text for a terminal."""
@@ -96,53 +99,53 @@ PRINTED: list[Printed] = []
 
 
 def at_its_row(refusal: Refusal, row: Action | None) -> Refusal:
-    """The refusal at the row that it is about; as it is where no row is."""
+    """Return the refusal placed at its row; unchanged where there is no row."""
     return refusal.at(row.span) if row is not None else refusal
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
+    """Mesh, decisions, actions, and what follows from the actions. Every change makes a new plan.
 
-    layouts     parameter (first name) -> Layout, where it is not whole everywhere
+    layouts     parameter (first name) -> Layout, where it is sharded or padded
     boundaries  module -> its boundaries, one per axis that shards it
-    computes    module -> the kind of computation that a row chose for it; else its class says it
-    told        module -> what that row says of it
-    spread      parameters (first names) split over an axis that splits the batch too: what their
-                modules send makes their gradients whole over it, and no sum over replicas does
+    computes    module -> the kind of computation that a row chose for it; else its class decides
+    told        module -> the options of that computation, from the row
+    spread      parameters (first names) sharded over an axis that splits the batch too: collectives
+                of their modules make the gradients full over it; sums over replicas leave it out
     """
 
     model: ModelFacts = field(compare=False, repr=False)
     mesh: Mesh = Mesh()
     decisions: tuple[tuple[str, Any], ...] = ()
     actions: tuple[Action, ...] = ()
-    relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
+    relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> the properties it may give up
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     computes: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     completing: tuple[Completion, ...] = ()
-    unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
+    unrolled: tuple[tuple[str, int], ...] = ()  # module -> number of its calls, each a unit
     cuts: tuple[StageCut, ...] = ()
     order: Order | None = None
-    late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
+    late: tuple[str, ...] | None = None  # modules whose weight gradients may be deferred; None: all
     overlaps: tuple[Overlap, ...] = ()
-    ahead: int = 1  # operations before its use at which a receive is posted
+    ahead: int = 1  # a receive is posted this many operations before its use
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
-    compression: Compression | None = None  # of the sums of gradients over some data axes
-    casts: Sequence[Cast] = ()  # modules that compute in another dtype than they are stored in
-    stores: Sequence[Stored] = ()  # what does not lie on the device
-    kept: Sequence[Kept] = ()  # what is saved for backward in fewer bits
+    compression: Compression | None = None  # of the gradients' all-reduce over some data axes
+    casts: Sequence[Cast] = ()  # modules with another dtype of computation than of storage
+    stores: Sequence[Stored] = ()  # tensors that are offloaded from the device
+    kept: Sequence[Kept] = ()  # activations saved for backward in fewer bits
     padded: Sequence[Padded] = ()
-    checks: tuple[Check, ...] = ()  # what a proof is asked for
-    expected: tuple[Expectation, ...] = ()  # bounds on what it costs
+    checks: tuple[Check, ...] = ()  # demands to a proof
+    expected: tuple[Expectation, ...] = ()  # bounds on the plan's costs
     known: Trail = field(default_factory=Trail, compare=False, repr=False)
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
-        """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
+        """Return the plan without rows, of the untouched model."""
         return Plan(model.base, mesh or Mesh())
 
     def __repr__(self) -> str:
@@ -151,8 +154,8 @@ class Plan:
         return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
 
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
-        """Return the fields, the model fit to be sent, and the classes of what it takes and
-        returns."""
+        """Return the fields, after making the model picklable, and the classes registered with
+        pytree."""
         from schedlang.ir.pytree import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
@@ -160,8 +163,8 @@ class Plan:
         return dict(vars(self)), known_classes()
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
-        """Restore the fields in another process, and note what making the model there would have
-        noted."""
+        """Restore the fields in another process, and repeat there what making the model
+        registers."""
         from schedlang.ir.pytree import open_classes, register
 
         vars(self).update(state[0])
@@ -173,11 +176,12 @@ class Plan:
         return PRINTED[-1].text(self) if PRINTED else self.rows()
 
     def _repr_html_(self) -> str:
-        """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
+        """Return the plan as a picture for notebooks: placements on the model's tree, and
+        memory."""
         return PRINTED[-1].picture(self) if PRINTED else f"<pre>{html.escape(self.rows())}</pre>"
 
     def rows(self) -> str:
-        """One line for each row: its step, where it acts and what it does."""
+        """Format one line for each row: its step, where it acts and what it does."""
         lines = [f"{self.model.class_name} on {self.mesh}, {len(self.actions)} rows"]
         for action in self.actions:
             first = action.sites[0] or "the model"
@@ -193,7 +197,7 @@ class Plan:
         step: str = "",
         span: Span = NOWHERE,
     ) -> Plan:
-        """The plan with one more row, applied to all its sites or to none.
+        """Return the plan with one more row, applied to all its sites or to none.
 
         Raises Refusal from the primitive's own checks; `self` is never changed.
         """
@@ -211,29 +215,31 @@ class Plan:
 
     @property
     def next_row(self) -> int:
-        """The number of the row that is added next: of annotations that it makes."""
-        return len(self.actions)  # not after the last: completed rows stand between others
+        """The number of the row that is added next, for annotations that the row makes."""
+        return len(self.actions)  # not the last number plus 1: completed rows stand between others
 
     def origin(self, annotation: Annotation) -> Action | None:
-        """The row that an annotation comes from; None if the plan goes on without it."""
+        """Return the row that an annotation comes from; None if the row is not in the plan."""
         return next((action for action in self.actions if action.row == annotation.row), None)
 
     def rows_changing(self, *facets: Facet) -> list[Action]:
-        """The rows that write one of these facets, in order."""
+        """Return the rows that write one of these facets, in order."""
         return [action for action in self.actions if action.primitive.changes(*facets)]
 
     def rows_with(self, feature: type[F]) -> list[tuple[Action, F]]:
-        """The rows that have a feature (`schedlang.ir.features`), in order."""
+        """Return the rows that have a feature (`schedlang.ir.features`), in order."""
         rows = ((action, action.primitive) for action in self.actions)
         return [(action, row) for action, row in rows if isinstance(row, feature)]
 
     @property
     def trail(self) -> Trail:
-        """The rows at each module: kept while rows are added, found again for other rows."""
+        """The rows at each module: maintained while rows are added, computed anew for other
+        rows."""
         return self.known if self.known.of is self.actions else Trail.along(self.actions)
 
     def targets(self, action: Action) -> Iterator[Any]:
-        """Yield what the primitive of an action is given, call by call: one site, or several."""
+        """Yield what the primitive of an action is called with, call by call: one site, or
+        several."""
         for group in action.each:
             known = tuple(self.model.sites[fqn] for fqn in group)
             yield known if action.primitive.takes == "selection" else known[0]
@@ -244,30 +250,31 @@ class Plan:
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
 
     def held(self, parameter: str) -> Layout:
-        """Return the effective layout of a parameter: splits over axes of size 1, and their
-        padding, left out."""
+        """Return the effective layout of a parameter: without splits over axes of size 1 and their
+        padding."""
         layout = self.layout(parameter)
         real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
         return replace(layout, splits=real) if real else Layout.whole(layout.shape)
 
     def with_layout(self, parameter: str, layout: Layout) -> Plan:
-        """The plan in which a parameter, under all its names, lies as given."""
+        """Return the plan with this layout of a parameter, under all its names."""
         name = self.model.parameters[parameter].name
         return replace(self, layouts=persistent(self.layouts).put({name: layout}))
 
     def with_spread(self, parameter: str, layout: Layout) -> Plan:
-        """The plan in which a parameter lies as given, and its module completes its gradient."""
+        """Return the plan with this layout of a parameter whose module itself reduces the gradient
+        fully."""
         name = self.model.parameters[parameter].name
         plan = self.with_layout(parameter, layout)
         return replace(plan, spread=plan.spread | {name})
 
     def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
-        """The plan in which a module computes as a kind of its own."""
-        said = self.told if told is None else persistent(self.told).put({fqn: told})
-        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=said)
+        """Return the plan in which a module computes as `kind`, with the options `told`."""
+        options = self.told if told is None else persistent(self.told).put({fqn: told})
+        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=options)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
-        """The plan with one more boundary at a module."""
+        """Return the plan with one more boundary at a module."""
         known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
         more = persistent(self.boundaries).put({fqn: (*known, boundary)})
         return replace(self, boundaries=more)
@@ -278,8 +285,7 @@ class Plan:
         return self.order.micro if self.order is not None else 1
 
     def overlapping(self, what: str) -> Overlap | None:
-        """Return the row's annotation on overlapped communication of this kind; None if there is
-        none."""
+        """Return the annotation on overlapped communication of this kind; None if there is none."""
         return next((one for one in self.overlaps if one.what == what), None)
 
     def stages(self, axis: str) -> int:
@@ -289,12 +295,12 @@ class Plan:
 
     @property
     def gives_up(self) -> frozenset[str]:
-        """All that the schedule's result may differ in from the original's."""
+        """The properties in which the schedule's result may differ from the original's."""
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
 
     @property
     def scaled(self) -> Cast | None:
-        """The row that says how the loss is scaled, if it is."""
+        """The cast that scales the loss (fp16); None without one."""
         return next((one for one in self.casts if one.dtype == "fp16"), None)
 
     @property
@@ -334,7 +340,7 @@ class Plan:
 
     @property
     def dealt(self) -> int | tuple[int, ...]:
-        """The number of `shares` that get as many rows; else the weight of each in what it gets."""
+        """The number of equal `shares`; if shares differ, the relative number of rows of each."""
         uneven = [one for one in self.replicas if one.rows]
         if not uneven:
             return self.shares
@@ -345,26 +351,28 @@ class Plan:
 
     @property
     def copies(self) -> tuple[Replicas, ...]:
-        """`replicas`, and those that split sequences alone: what they hold is whole."""
+        """`replicas`, and one of stage 0 for context axes that no replicas name."""
         named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
         alone = tuple(axis for axis in self.context_axes if axis not in named)
         return (*self.replicas, Replicas(alone, 0)) if alone else self.replicas
 
     def split_axes(self, parameter: str) -> frozenset[str]:
-        """The plain axes that split a parameter."""
+        """Return the plain axes that split a parameter."""
         layout = self.layout(parameter)
         return frozenset(plain for axis in layout.axes for plain in self.mesh.fold(axis))
 
     def copied_over(self, parameter: str) -> tuple[str, ...]:
-        """The data axes along which ranks hold the same of a parameter, in mesh order."""
+        """Return the data axes along which ranks hold the same values of a parameter, in mesh
+        order."""
         split = self.split_axes(parameter)
         return tuple(axis for axis in self.data_axes if axis not in split)
 
     def rows_at(self, fqn: str) -> list[Action]:
-        """The actions whose sites are this module or hold it."""
+        """Return the actions at this module and at modules that contain it."""
         places = {p for rows in self.trail.at.many((fqn, *holders(fqn)), ()) for p in rows}
         return [self.actions[place] for place in sorted(places)]
 
     def rows_near(self, fqn: str) -> list[Action]:
-        """The actions at this module, at what holds it and at what it holds."""
+        """Return the actions at this module, at modules that contain it and at modules inside of
+        it."""
         return [self.actions[place] for place in sorted(self.trail.around((fqn,)))]

@@ -1,8 +1,4 @@
-"""Primitive: one verb of the language; the registry of all, and their conflict table.
-
-* Primitive: one verb of the language, its arguments and rules; the registry of all.
-* The conflict table: how one verb may stand below another, from what both declare.
-"""
+"""Primitives: the base class of a verb, the registry of all verbs, and their conflict table."""
 
 from __future__ import annotations
 
@@ -27,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Facet(StrEnum):
-    """A part of a plan that a row may read or write: from it follows how rows stand to each
-    other."""
+    """A part of a plan that a row may read or write; the order of rows follows from their
+    facets."""
 
     STRUCTURE = "structure"  # what modules compute, and by which operations
     SHAPE = "shape"
@@ -59,14 +55,17 @@ def refuse(
     also: Sequence[Label] = (),
     facts: Facts = (),
 ) -> NoReturn:
-    """Refuse an action; whoever knows the row attaches its place, `also` has those of others."""
+    """Refuse an action. The caller that knows the row adds its place; `also` has places of other
+    rows."""
     place = Label(text=label)
-    told = Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts)
-    raise Refusal(told)
+    diagnostic = Diagnostic(
+        code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts
+    )
+    raise Refusal(diagnostic)
 
 
 def refuse_inside(row: str, fqn: str) -> None:
-    """Refuse (S408) a row about the whole model that stands in the scope of a module."""
+    """Refuse (S408) a row for the whole model that is written in the scope of a module."""
     if fqn:
         refuse(
             "S408",
@@ -78,19 +77,19 @@ def refuse_inside(row: str, fqn: str) -> None:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Primitive:
-    """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is
+    """A verb. A subclass is a primitive, its annotated fields are the arguments, an instance holds
     one call's bound arguments.
 
     A subclass has a docstring, `example` (a row, as documentation and for the generic tests),
-    `reads` and `writes` (facets: its row and column in the conflict table) and `check`; with
-    `transform` it says what it makes of a plan.  `takes` says what it is given: each "module" of
-    the selection, the "selection" as a tuple, or the "model" (the scope; no selector stands before
-    it).  `gives_up` names what the result may differ in; a property where it depends on the
-    arguments.  `field(kw_only=True)` makes an argument that must be named, and may then be required
-    after optional ones.  A `foremost` verb changes which parameters there are: it stands above
-    whatever else is done, wherever that is.
+    `reads` and `writes` (facets: its row and column in the conflict table) and `check`; `transform`
+    returns the changed plan. `takes` says what `check` and `transform` are called with: each
+    "module" of the selection, the "selection" as a tuple, or the "model" (the scope; no selector
+    stands before the row). `gives_up` names the properties in which the result may differ; a
+    property where they depend on the arguments. `field(kw_only=True)` makes an argument that must
+    be named, and may then be required after optional ones. A `foremost` verb changes which
+    parameters there are: it must stand above all other rows, at any module.
 
-    What one feature alone asks of a row is a class of `schedlang.ir.features`, from which a
+    What a single feature needs of a row is a class of `schedlang.ir.features`, from which a
     primitive derives in place of this one.
     """
 
@@ -110,24 +109,25 @@ class Primitive:
 
     def __init_subclass__(cls, feature: bool = False) -> None:
         if not feature:
-            _accept(cls)
+            _check_class(cls)
             dataclass(frozen=True)(cls)
             _registry[cls.__name__] = cls
 
     def changes(self, *facets: Facet) -> bool:
-        """Return whether it writes one of these facets."""
+        """Return whether the row writes one of these facets."""
         return not self.writes.isdisjoint(facets)
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes of the mesh that the argument `over` names, where there is one."""
+        """The axes of the mesh in the argument `over`; () without one."""
         over: Any = vars(self).get("over") or ()
         return (over,) if isinstance(over, str) else tuple(over)
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse (with `refuse`) arguments that do not go together: no model is there yet.
+        """Refuse (with `refuse`) arguments that contradict each other; called before there is a
+        model.
 
-        `axes` are the names of the mesh.  Default: all do.
+        `axes` are the names of the mesh. The default accepts all.
         """
 
     @abstractmethod
@@ -135,18 +135,19 @@ class Primitive:
         """Refuse (with `refuse`) what cannot be done at `site` after what `plan` already does."""
 
     def transform(self, site: Any, plan: Plan) -> Plan:
-        """The plan with what follows from this row: layouts, boundaries, cuts, annotations."""
+        """Return the plan with what follows from this row: layouts, boundaries, cuts,
+        annotations."""
         return plan
 
     def __str__(self) -> str:
         own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
         given = ((f, getattr(self, f.name)) for f in own)
-        said = (f"{f.name}={value}" for f, value in given if value != f.default)
-        return f"{type(self).__name__}({', '.join(said)})"
+        arguments = (f"{f.name}={value}" for f, value in given if value != f.default)
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-def _accept(cls: type[Primitive]) -> None:
-    """Refuse a primitive that is not whole, naming what it lacks (S008)."""
+def _check_class(cls: type[Primitive]) -> None:
+    """Refuse (S008) an incomplete primitive, and name what it lacks."""
     name = cls.__name__
     lacks = [what for what in dir(cls) if getattr(getattr(cls, what), "__isabstractmethod__", 0)]
     if not getattr(cls, "example", "").strip():
@@ -166,7 +167,7 @@ def _accept(cls: type[Primitive]) -> None:
         title = f"the primitive `{name}` has no {' and no '.join(lacks)}"
         raise Refusal.of("S008", title, label, helps=helps)
     known = _registry.get(name)
-    # a module that is loaded again replaces its own
+    # a module that is loaded again replaces its own primitives
     if known is not None and known.__module__ != cls.__module__:
         title = f"two primitives have the name `{name}`"
         notes = (f"one in {known.__module__}, one in {cls.__module__}",)
@@ -174,14 +175,18 @@ def _accept(cls: type[Primitive]) -> None:
 
 
 def registry() -> Mapping[str, type[Primitive]]:
-    """Every primitive by its name."""
+    """Return every imported primitive by its name."""
     return MappingProxyType(_registry)
 
 
 @contextmanager
 def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
-    """Primitives defined inside are forgotten afterwards; of those outside, `keep` are known."""
-    load_all()  # a module imported inside would be forgotten, and never imported again
+    """Isolate the registry during a block, for tests of primitives.
+
+    Primitives defined inside are dropped afterwards. `keep`: the names of existing primitives that
+    are known inside; None: all.
+    """
+    load_all()  # else a module imported inside would be dropped, and never imported again
     before = dict(_registry)
     for name in before if keep is not None else ():
         if name not in (keep or ()):
@@ -194,12 +199,12 @@ def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
 
 
 def find(name: str) -> type[Primitive] | None:
-    """The primitive of a name, imported when it is first asked for; None if there is none.
+    """Return the primitive of a name, imported on first use; None if there is none.
 
-    Ours stand in files of their names.  What installed packages add is imported when a name is
-    neither known nor ours.
+    Built-in primitives are in files of their names. Installed packages are imported only for a name
+    that is neither known nor built in.
     """
-    if name not in _registry and name in _ours():
+    if name not in _registry and name in _builtin_names():
         importlib.import_module(f"{EXTENSIONS}.{name}")
     elif name not in _registry:
         _load_installed()
@@ -208,39 +213,40 @@ def find(name: str) -> type[Primitive] | None:
 
 @cache
 def load_all() -> None:
-    """Import every module of `schedlang.primitives`, and what installed packages add to them.
+    """Import every module of `schedlang.primitives`, and the primitives of installed packages.
 
-    None of ours imports torch.  A package names the modules of its primitives as entry points of
-    the group `schedlang.primitives`.
+    No built-in primitive imports torch. A package names the modules of its primitives as entry
+    points of the group `schedlang.primitives`.
     """
-    for module in _ours():
+    for module in _builtin_names():
         importlib.import_module(f"{EXTENSIONS}.{module}")
     _load_installed()
 
 
 @cache
-def _ours() -> tuple[str, ...]:
-    """The names of our primitives, which are those of their files."""
+def _builtin_names() -> tuple[str, ...]:
+    """Return the names of the built-in primitives, which are those of their files."""
     package = importlib.import_module(EXTENSIONS)
     return tuple(sorted(info.name for info in pkgutil.iter_modules(package.__path__)))
 
 
 @cache
 def _load_installed() -> None:
-    """Import the primitives of installed packages; reading what is installed takes its time."""
+    """Import the primitives of installed packages; slow, as it reads the metadata of all
+    packages."""
     from importlib import metadata
 
     for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda found: found.name):
-        _load(point)
+        _load_entry_point(point)
 
 
-def _load(point: metadata.EntryPoint) -> None:
-    """Import the primitives of an installed package; refuses S009 one that cannot be imported."""
+def _load_entry_point(point: metadata.EntryPoint) -> None:
+    """Import the primitives of an installed package; refuses S009 if the import fails."""
     try:
         point.load()
     except Refusal:
         raise
-    except Exception as error:  # whatever a stranger's module raises
+    except Exception as error:  # a third-party module may raise anything
         holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
         raise Refusal.of(
             "S009",
@@ -251,22 +257,22 @@ def _load(point: metadata.EntryPoint) -> None:
 
 
 def both_change(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
-    """The facets that both write, by name."""
+    """Return the names of the facets that both write."""
     return sorted(first.writes & then.writes)
 
 
 def overturned(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
-    """The facets that `then` writes, and `first` relied on and left as they were, by name."""
+    """Return the names of the facets that `then` writes and that `first` reads but does not
+    write."""
     return sorted((then.writes & first.reads) - first.writes)
 
 
 def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
-    """Return the relation of a row `then` below a row `first` at one module; of classes: as their
-    examples.
+    """Return the relation of a row `then` below a row `first` at one module.
 
-    "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
-    "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
-    decides.
+    For classes: the relation of their examples. "commute": nothing shared. "order": `then` relies
+    on what `first` changed, so this order only. "clash": `then` changes what `first` relied on.
+    "both": both change one facet, and the facet's own rule decides.
     """
     if first.foremost != then.foremost and (first.writes | then.writes) - {"trained"}:
         return "clash" if then.foremost else "order"
@@ -294,7 +300,7 @@ def table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]
 
 
 def text(known: Mapping[str, type[Primitive]]) -> str:
-    """The table as it is printed; columns have the numbers of the rows."""
+    """Format the table; columns have the numbers of the rows."""
     found = table(known)
     width = max(map(len, found), default=0)
     head = " " * (width + 5) + " ".join(f"{at:>2}" for at, _ in enumerate(found, 1))

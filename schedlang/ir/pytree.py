@@ -1,17 +1,16 @@
-"""Pytrees: nested values, flattened and put together again; models made fit to be sent.
+"""Pytrees: nested values, flattened and rebuilt, for all classes that models take and return.
 
-torch's pytree knows lists, tuples and dicts.  What models take and return is also made of
-dataclasses, attrs classes, mappings and namespaces; and libraries register classes of their own
-that pytree cannot name the places of.  These functions are pytree's under the same names, and see
-to it first that every class that holds a tensor in the nest is known to it: then hooks that flatten
-by themselves (those of fully_shard) find the tensors, too.
+torch's pytree handles lists, tuples and dicts. Models also take and return dataclasses, attrs
+classes, mappings and namespaces; and libraries register classes without paths for their children.
+These functions have pytree's names. They first register every class that holds a tensor in the
+nest, so that hooks that flatten by themselves (of fully_shard) find the tensors, too.
 
-* Pytrees: nested values, flattened and put together again, whatever classes they are made of.
-* What libraries note when a model is made, made up for in a process that only received it.
-  transformers notes which hidden states and attentions a class can return when the first model of
-  the class is made; a model that was unpickled in another process would return none, without a
-  word.
-* Parts of a model that pickle turns away, made fit to be sent to the ranks of one machine.
+Also for models that are sent to other processes:
+
+* `register` repeats what libraries record when a model is made. transformers records which hidden
+  states and attentions a class can return when the first model of the class is made; a model
+  unpickled in another process would silently return none.
+* `let_travel` makes parts of a model picklable that pickle rejects.
 """
 
 from __future__ import annotations
@@ -71,26 +70,26 @@ _LEAVES = frozenset(
     ]
 )
 _LISTS = frozenset([tuple, list, torch.Size])
-_NAMED: dict[type, None] = {}  # classes that were made known here, in order
+_REGISTERED: dict[type, None] = {}  # classes that were registered here, in order
 
 
 def flat(tree: Any) -> bool:
-    """Return whether a value is a dict of tensors and plain values alone; as most batches are, told
+    """Return whether a value is a dict of tensors and plain values alone, as most batches are;
     fast."""
     return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
 
 
 def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
-    """The leaves of a nest, and how they are put together."""
+    """Return the leaves of a nest, and its structure."""
     know(tree)
     return _pytree.tree_flatten(tree, is_leaf)
 
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """The leaves of a nest."""
+    """Return the leaves of a nest."""
     found: list[Any] = []
     todo = [tree]
-    # torch asks of each value whether it is a named tuple, which takes longer than all else
+    # faster than torch, which checks each value for a named tuple
     while todo and is_leaf is None:
         value = todo.pop()
         kind = type(value)
@@ -112,28 +111,28 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
 def tree_flatten_with_path(
     tree: Any, is_leaf: IsLeaf | None = None
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves of a nest with their places, and how they are put together."""
+    """Return the leaves of a nest with their paths, and its structure."""
     know(tree)
     found: list[tuple[Any, Any]] = []
-    _walk(tree, (), is_leaf or (lambda value: False), found)
+    _collect_leaves(tree, (), is_leaf or (lambda value: False), found)
     return found, _pytree.tree_structure(tree, is_leaf)
 
 
-def _walk(
+def _collect_leaves(
     value: Any, place: tuple[Any, ...], is_leaf: IsLeaf, found: list[tuple[Any, Any]]
 ) -> None:
-    """Find the leaves inside of a value; torch's own walk ends at classes that name no places."""
+    """Collect the leaves inside a value; torch's own walk stops at classes without paths."""
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
     if node is None or is_leaf(value):
         found.append((place, value))
         return
     children, _ = (node.flatten_with_keys_fn or _with_keys(node))(value)
     for key, child in children:
-        _walk(child, (*place, key), is_leaf, found)
+        _collect_leaves(child, (*place, key), is_leaf, found)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
-    """The nest with each leaf changed."""
+    """Return the nest with `function` applied to each leaf."""
     if flat(tree):
         return {name: function(value) for name, value in tree.items()}
     know(tree)
@@ -144,11 +143,11 @@ Undo = list[Callable[[], None]]
 
 
 def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
-    """Put the leaves of a changed copy of a nest into the nest itself, and return that.
+    """Write the leaves of a changed copy of a nest into the nest itself; return the nest.
 
-    Mappings, lists and dataclasses stay the objects that they were, for whoever else holds them:
-    what is written into one of them later is seen by all.  What cannot be written into is new.
-    Each call in `undo` puts a leaf back that is still there as it was put.
+    Mappings, lists and dataclasses stay the same objects, so that all who hold them see the
+    changes. A part that cannot be written into is replaced by the copy's. Each call in `undo`
+    restores one item, if the item still is what was written.
     """
     if nest is changed or type(nest) is not type(changed):
         return changed
@@ -171,18 +170,18 @@ def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
         if new is not value:
             put(nest, key, new)
             if undo is not None:
-                undo.append(partial(_put_back, nest, key, value, new, get, put))
+                undo.append(partial(_restore_item, nest, key, value, new, get, put))
     return nest
 
 
-def _put_back(nest: Any, key: Any, value: Any, new: Any, get: Any, put: Any) -> None:
-    with contextlib.suppress(LookupError):  # who has it may have dropped it
+def _restore_item(nest: Any, key: Any, value: Any, new: Any, get: Any, put: Any) -> None:
+    with contextlib.suppress(LookupError):  # the item may have been deleted
         if get(nest, key) is new:
             put(nest, key, value)
 
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
-    """The nest with each leaf of some classes changed."""
+    """Return the nest with `function` applied to each leaf of some classes."""
     know(tree)
     return _pytree.tree_map_only(kinds, function, tree)
 
@@ -190,71 +189,72 @@ def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
 def tree_map_with_path(
     function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None
 ) -> Any:
-    """The nest with each leaf changed, by its place and itself."""
+    """Return the nest with `function` applied to each path and leaf."""
     leaves, spec = tree_flatten_with_path(tree, is_leaf)
     return tree_unflatten([function(place, leaf) for place, leaf in leaves], spec)
 
 
 def known_classes() -> tuple[type, ...]:
-    """The classes that this process had to make known: for another that has not seen the values."""
-    return tuple(_NAMED)
+    """Return the classes that this process registered, for a process that has not seen the
+    values."""
+    return tuple(_REGISTERED)
 
 
 def open_classes(kinds: Iterable[type]) -> None:
-    """Make classes known before a value of them is seen."""
+    """Register classes before a value of them is seen."""
     for kind in kinds:
         _register(kind)
 
 
 def separable(value: Any) -> bool:
-    """Return whether a value is one object of many samples that can be taken apart and made anew.
+    """Return whether a value is one object of many samples that can be separated and rebuilt.
 
     A `Batch` of torch_geometric is one.
     """
-    return _form_of(type(value)) == "samples"
+    return _form_of_class(type(value)) == "samples"
 
 
 def closed(value: Any) -> bool:
-    """Return whether a value has tensors inside and a class that cannot be taken apart here."""
+    """Return whether a value holds tensors and has a class that cannot be flattened here."""
     kind = type(value)
     if isinstance(value, (*_PLAIN, list, tuple)):
         return False
-    if kind in _pytree.SUPPORTED_NODES or _form_of(kind) is not None:
+    if kind in _pytree.SUPPORTED_NODES or _form_of_class(kind) is not None:
         return False
-    return _deep(value, 3)
+    return _holds_tensor(value, 3)
 
 
-def _deep(value: Any, depth: int) -> bool:
-    """Return whether a tensor is found in attributes and items of a value, at most `depth` levels
-    deep."""
+def _holds_tensor(value: Any, depth: int) -> bool:
+    """Return whether attributes or items of a value hold a tensor, at most `depth` levels deep."""
     if isinstance(value, _PLAIN) or not depth:
         return isinstance(value, Tensor)
     if isinstance(value, (list, tuple)):
-        return any(_deep(one, depth - 1) for one in value)
+        return any(_holds_tensor(one, depth - 1) for one in value)
     held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return any(_deep(held[name], depth - 1) for name in held)
+    return any(_holds_tensor(held[name], depth - 1) for name in held)
 
 
 def know(value: Any) -> bool:
-    """Make known to pytree what holds a tensor in a nest; whether the nest holds any."""
+    """Register the classes in a nest that hold a tensor; return whether the nest holds any."""
     if isinstance(value, _PLAIN):
         return isinstance(value, Tensor)
     kind = type(value)
     if kind is list or isinstance(value, tuple):
-        return any([know(one) for one in value])  # all of them, not up to the first
+        return any([know(one) for one in value])  # a list, so that all are visited
     if kind is dict:
         return any([know(one) for one in value.values()])
     node = _pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
         return any([know(one) for one in node.flatten_fn(value)[0]])
-    if _form_of(kind) is None or not any([know(one) for one in _children(value)[1]]):
+    if _form_of_class(kind) is None or not any([know(one) for one in _children(value)[1]]):
         return False
     _register(kind)
     return True
 
 
 def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
-    """The places of what a registered class holds: by name where its context lists the names."""
+    """Return a flatten function with paths for a registered class: by name if its context lists
+    names."""
 
     def flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         held, context = node.flatten_fn(value)
@@ -267,14 +267,13 @@ def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
     return flatten
 
 
-# -- classes that pytree has not heard of ----------------------------------------------------------
+# -- classes that pytree does not know -----------------------------------------------------------
 
 
-def _form_of(kind: type) -> str | None:
-    """Return the way in which values of a class hold others: "attributes", "items", "samples", or
-    None.
+def _form_of_class(kind: type) -> str | None:
+    """Return how values of a class hold others: "attributes", "items", "samples", or None.
 
-    What answers calls of torch by itself stands for a tensor, whatever it is made of.
+    None for a class that handles calls of torch itself: its values stand for tensors.
     """
     if hasattr(kind, "__torch_function__"):
         return None
@@ -290,9 +289,9 @@ def _form_of(kind: type) -> str | None:
 def _register(kind: type) -> None:
     if kind in _pytree.SUPPORTED_NODES:
         return
-    if _form_of(kind) == "samples":  # may be made while it runs: no other process knows its name
+    if _form_of_class(kind) == "samples":  # may be made at run time: no other process can import it
         return _register_samples(kind)
-    _NAMED[kind] = None
+    _REGISTERED[kind] = None
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         names, children = _children(value)
@@ -300,17 +299,17 @@ def _register(kind: type) -> None:
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten(value)
-        key = MappingKey if _form_of(kind) == "items" else GetAttrKey
+        key = MappingKey if _form_of_class(kind) == "items" else GetAttrKey
         return [(key(name), child) for name, child in zip(context[0], children)], context
 
     def unflatten(children: Iterable[Any], context: Any) -> Any:
-        return _made(kind, dict(zip(context[0], children)), context[1])
+        return _rebuild(kind, dict(zip(context[0], children)), context[1])
 
     _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def _register_samples(kind: type) -> None:
-    """Objects of many samples: what they hold lies in stores, or in attributes."""
+    """Register a class of objects of many samples, which hold tensors in stores or attributes."""
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         places = list(_places(value))
@@ -328,24 +327,24 @@ def _register_samples(kind: type) -> None:
 
 
 def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Everything that an object of many samples holds, by its name and by where it lies."""
+    """Yield everything that an object of many samples holds: name, store and key."""
     for store in getattr(value, "stores", None) or [vars(value)]:
-        kind = getattr(store, "_key", None)  # of nodes or edges, where there are several
+        kind = getattr(store, "_key", None)  # the type of nodes or edges, if there are several
         words = [] if kind is None else [kind] if isinstance(kind, str) else ["__".join(kind)]
         for key in list(store.keys()):
             yield ".".join([*words, str(key)]), store, key
 
 
 class Bare:
-    """An object of many samples without what it holds; of equal structure are all of its class."""
+    """An object of many samples without its contents; all of one class compare equal."""
 
     def __init__(self, value: Any) -> None:
         self.value = copy.copy(value)
         for _, store, key in list(_places(self.value)):
-            store[key] = 0  # its tensors are not kept alive
+            store[key] = 0  # do not keep the tensors alive
 
     def filled(self, children: Iterable[Any]) -> Any:
-        """One like it that holds others."""
+        """Return a copy that holds other contents."""
         made = copy.copy(self.value)
         for (_, store, key), child in zip(list(_places(made)), children):
             store[key] = child
@@ -362,12 +361,12 @@ class Bare:
 
 
 class Rest:
-    """The state of a value beside its children; all such states compare equal in a tree's
+    """The state of a value besides its children; compares equal to every other, in a tree's
     structure."""
 
     def __init__(self, value: Any, names: Sequence[Any]) -> None:
         held = getattr(value, "__dict__", {})
-        mine = _form_of(type(value)) == "items"
+        mine = _form_of_class(type(value)) == "items"
         inside = ("data",) if isinstance(value, UserDict) else ()
         self.state = {k: v for k, v in held.items() if k not in inside and (mine or k not in names)}
 
@@ -382,11 +381,11 @@ class Rest:
 
 
 def _children(value: Any) -> tuple[list[Any], list[Any]]:
-    """The names and the values of what a value holds."""
+    """Return the names and the values that a value holds."""
     kind = type(value)
-    if _form_of(kind) == "items":
+    if _form_of_class(kind) == "items":
         return list(value.keys()), [value[key] for key in value]
-    if _form_of(kind) == "samples":
+    if _form_of_class(kind) == "samples":
         held = [(name, store[key]) for name, store, key in _places(value)]
         return [name for name, _ in held], [one for _, one in held]
     if dataclasses.is_dataclass(kind):
@@ -399,8 +398,8 @@ def _children(value: Any) -> tuple[list[Any], list[Any]]:
     return names, [getattr(value, name) for name in names]
 
 
-def _made(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
-    """A value of a class with other children; its own code does not run if it need not."""
+def _rebuild(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
+    """Make a value of a class from other children, without running its code where possible."""
     if issubclass(kind, dict):
         made = kind.__new__(kind)
         put = OrderedDict if issubclass(kind, OrderedDict) else dict
@@ -415,17 +414,17 @@ def _made(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
         made = kind.__new__(kind)
         for name, child in children.items():
             object.__setattr__(made, name, child)
-    # a dict whose items are attributes as well keeps both alike
+    # a dict whose items are also attributes keeps both in step
     for name, value in rest.state.items():
         object.__setattr__(made, name, children.get(name, value))
     return made
 
 
 def register(*modules: nn.Module) -> None:
-    """Note for the classes of modules what making these would have noted.
+    """Record for the classes of modules what making the modules would have recorded.
 
-    transformers looks by the name of a class for the outputs that its hooks collect (hidden states,
-    logits of routers), and collects none where a module has been given another class since.
+    transformers looks up by class name the outputs that its hooks collect (hidden states, logits of
+    routers), and collects none where a module's class was replaced since.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     known = getattr(capturing, "_CAN_RECORD_REGISTRY", None)  # private; no other way since 5.0
@@ -437,49 +436,51 @@ def register(*modules: nn.Module) -> None:
 
 
 def let_travel(model: nn.Module) -> None:
-    """Say how such parts are taken apart; where there are none this does nothing.
+    """Register how to pickle the parts of a model that pickle rejects; without such parts, do
+    nothing.
 
-    Parametrized modules (weight norm): torch forbids to pickle them, as their class is made at run
-    time, and files would outlive it; ranks read at once what they are sent.  Context variables:
-    hooks that a library installed in a first forward refer to those of its modules.
+    Parametrized modules (weight norm): torch forbids pickling them, as their class is made at run
+    time, and files would outlive it; here ranks unpickle at once. Context variables: hooks that a
+    library installed in a first forward refer to those of its modules.
     """
-    copyreg.pickle(ContextVar, _named)
+    copyreg.pickle(ContextVar, _reduce_context_variable)
     for module in model.modules():
         if parametrize.is_parametrized(module):
-            copyreg.pickle(type(module), _taken_apart)
+            copyreg.pickle(type(module), _reduce_parametrized)
 
 
-def _named(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    """Return how to find a context variable: the module that holds it, itself or in an object."""
+def _reduce_context_variable(variable: ContextVar[Any]) -> tuple[Any, ...]:
+    """Return how to find a context variable: as an attribute of a module, or of an object in
+    one."""
     for name, module in list(sys.modules.items()):
         for attribute, value in list(vars(module).items() if module is not None else ()):
             if value is variable:
-                return _found, (name, (attribute,))
+                return _load_attribute, (name, (attribute,))
             held = getattr(value, "__dict__", None)
             inside = held.items() if isinstance(held, dict) else ()
             if within := next((k for k, v in list(inside) if v is variable), None):
-                return _found, (name, (attribute, within))
+                return _load_attribute, (name, (attribute, within))
     raise TypeError(f"no module holds the context variable {variable.name}")
 
 
-def _found(module: str, path: tuple[str, ...]) -> Any:
+def _load_attribute(module: str, path: tuple[str, ...]) -> Any:
     found: Any = importlib.import_module(module)
     for name in path:
         found = getattr(found, name)
     return found
 
 
-def _taken_apart(module: nn.Module) -> tuple[Any, ...]:
+def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
     held: Any = module.parametrizations
-    return _bare, (type(module).__bases__[0], tuple(held)), dict(vars(module))
+    return _make_parametrized, (type(module).__bases__[0], tuple(held)), dict(vars(module))
 
 
-def _bare(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """An empty module of a parametrized class; what it holds comes behind."""
+def _make_parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Make an empty module of a parametrized class; pickle then sets its state."""
     made: nn.Module = kind.__new__(kind)
     nn.Module.__init__(made)
     parametrize._inject_new_class(made)  # private: what `register_parametrization` does
     for name in names:
         parametrize._inject_property(made, name)
-    copyreg.pickle(type(made), _taken_apart)
+    copyreg.pickle(type(made), _reduce_parametrized)
     return made

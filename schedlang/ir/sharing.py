@@ -1,10 +1,10 @@
 """Rows at very many modules: checked and stored once per class of equal modules.
 
-* A mapping that never changes: putting items gives another one, which shares what stays.
-* Modules that are alike: a number for each class of equal modules of a model.
-* Values of rows for very many modules: each is kept once for its row, and made when asked for.
-* Which rows of a plan stand at each module, and which inside of it.
-* A row at many modules: checked once for each class of equal ones, and shared by all of them.
+* `Persistent`: an immutable mapping; `put` returns a new one that shares the unchanged items.
+* `classes`: a number for each class of equal modules of a model.
+* `Part`, `Spread`: values of a row for very many modules, stored once and expanded on access.
+* `Trail`: the rows of a plan at each module, and inside of it.
+* `shared`: apply a row once for each class of equal modules.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ D = TypeVar("D")
 
 @dataclass(eq=False, repr=False)
 class Persistent(Mapping[K, V]):
-    """Layers of items over a base, newest last.
+    """Layers of items over a base mapping, newest last; immutable.
 
-    `put` adds a layer, and joins layers of like size: of n items put one by one each is copied
-    log n times in all, where copies of a dict would take n * n.  Layers are never joined with the
-    base, so that `own` is what was put since it was laid.  Order is that of a dict: of first puts.
+    `put` adds a layer, and merges layers of similar size: of n items put one by one each is copied
+    log n times in all, where copies of a dict would take n * n. Layers are never merged with the
+    base, so that `own` is what was put since the mapping was made. Items are ordered as in a dict:
+    by first put.
     """
 
     _base: Mapping[K, V]
     _layers: tuple[dict[K, V], ...] = ()
-    # the last answer of `many`
-    _asked: tuple[Sequence[K], object, list[Any]] | None = field(default=None, init=False)
+    # keys, default and result of the last `many`
+    _last_answer: tuple[Sequence[K], object, list[Any]] | None = field(default=None, init=False)
 
     def put(self, items: Mapping[K, V]) -> Persistent[K, V]:
-        """The mapping with these items, instead of those that it has for the same keys."""
+        """Return the mapping with these items added; they replace items of the same keys."""
         layers = [*self._layers, dict(items)]
         while len(layers) > 1 and 2 * len(layers[-1]) >= len(layers[-2]):
             above = layers.pop()
@@ -53,24 +54,24 @@ class Persistent(Mapping[K, V]):
 
     @property
     def own(self) -> dict[K, V]:
-        """The items put since the base was set."""
+        """The items put since the mapping was made."""
         return {key: value for layer in self._layers for key, value in layer.items()}
 
     @cached_property
-    def _whole(self) -> dict[K, V]:
+    def _merged(self) -> dict[K, V]:
         whole = dict(self._base)
         for layer in self._layers:
             whole.update(layer)
         return whole
 
     def many(self, keys: Sequence[K], missing: D) -> list[V | D]:
-        """The values of many keys, `missing` where there is none; much faster than one by one.
+        """Return the values of many keys, `missing` for absent ones; much faster than one by one.
 
-        The last answer is kept: one row asks for those of its modules several times.
+        The last result is cached: one row looks up its modules several times.
         """
-        asked = self._asked
-        if asked is not None and asked[:2] == (keys, missing):
-            return asked[2]
+        last = self._last_answer
+        if last is not None and last[:2] == (keys, missing):
+            return last[2]
         base = self._base
         if isinstance(base, Persistent):
             found = base.many(keys, missing)
@@ -78,11 +79,11 @@ class Persistent(Mapping[K, V]):
             found = list(map(base.get, keys, repeat(missing))) if base else [missing] * len(keys)
         for layer in self._layers:
             found = list(map(layer.get, keys, found))
-        self._asked = keys, missing, found
+        self._last_answer = keys, missing, found
         return found
 
     def get(self, key: K, default: D | None = None) -> V | D | None:  # type: ignore[override]
-        """The value of a key; without an exception on the way, which would cost more than it."""
+        """Return the value of a key, or `default`; avoids the cost of an exception."""
         for layer in reversed(self._layers):
             if key in layer:
                 return layer[key]
@@ -95,49 +96,50 @@ class Persistent(Mapping[K, V]):
         return self._base[key]
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._whole)
+        return iter(self._merged)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._merged)
 
     def __repr__(self) -> str:
-        return repr(self._whole)
+        return repr(self._merged)
 
     def __getstate__(self) -> dict[str, object]:
-        """One dict, without what was shared."""
-        return {"_base": {}, "_layers": (self._whole,)}
+        """Return one dict with all items, without the shared layers."""
+        return {"_base": {}, "_layers": (self._merged,)}
 
 
 def persistent(known: Mapping[K, V]) -> Persistent[K, V]:
-    """A mapping of this kind: it itself, or what is laid on it."""
+    """Return the mapping itself if it is a Persistent, else a Persistent over it."""
     return known if isinstance(known, Persistent) else Persistent(known)
 
 
 def classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
-    """Module -> the number of its class.
+    """Return, for each module, the number of its class of equal modules.
 
-    Alike are modules of one Python class whose `attributes`, own parameters and buffers are equal
-    but for their values, and whose children have the same names and are alike.  What shares a
-    tensor with another name, and what holds it, is alike to nothing; so is a module whose forward
-    was replaced on the object itself.
+    Equal are modules of one Python class whose `attributes`, own parameters and buffers are equal
+    except for the tensors' values, and whose children have the same names and are equal. A module
+    that shares a tensor with another name, or contains such a module, equals no other; neither does
+    a module whose forward was replaced on the object itself.
     """
     key = ("alike", attributes)
     if key not in facts.cache:
-        facts.cache[key] = _found(facts, attributes)
+        facts.cache[key] = _number_classes(facts, attributes)
     return cast(Mapping[str, int], facts.cache[key])
 
 
-def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
-    """Numbers given from the leaves up: that of a module is made of those of its children."""
+def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
+    """Number the classes from the leaves up: a module's key contains the numbers of its
+    children."""
     shared = {name for same in (*facts.ties, *facts.shared_buffers) for name in same}
     single = {holder for name in shared for holder in holders(name)}
     found: dict[str, int] = {}
     numbers: dict[object, int] = {}
-    looked: dict[tuple[str, ...], list[str]] = {}  # what a module has -> the attributes among it
-    for fqn, site in reversed(tuple(facts.sites.items())):  # children stand below what holds them
+    looked: dict[tuple[str, ...], list[str]] = {}  # vars(module) -> those among `attributes`
+    for fqn, site in reversed(tuple(facts.sites.items())):  # children before their parents
         module = facts.module(fqn)
         own, prefix = vars(module), f"{fqn}." if fqn else ""
-        said: object = fqn
+        class_key: object = fqn
         if fqn not in single and "forward" not in own:
             held = [(child, found[prefix + child]) for child in site.children]
             tensors = [(n, f.shape, f.dtype, f.requires_grad) for n, f in site.parameters.items()]
@@ -146,30 +148,30 @@ def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
             has = tuple(own)
             if has not in looked:
                 looked[has] = [n for n in attributes if n in own]
-            values = [(n, _value(own[n])) for n in looked[has]]
-            said = type(module), tuple(values), *held, *tensors, *shapes
-        found[fqn] = numbers.setdefault(said, len(numbers))
+            values = [(n, _attribute_key(own[n])) for n in looked[has]]
+            class_key = type(module), tuple(values), *held, *tensors, *shapes
+        found[fqn] = numbers.setdefault(class_key, len(numbers))
     return found
 
 
-def _value(value: object) -> object:
-    """Return a key that is equal for equal attributes: of plain values type and value, else the
+def _attribute_key(value: object) -> object:
+    """Return a key that is equal for equal attributes: type and value of plain values, else
     identity."""
     plain = value is None or isinstance(value, (bool, int, float, str))
     return (type(value), value) if plain else id(value)
 
 
 def holders(fqn: str) -> Iterator[str]:
-    """Yield the modules that hold a module or parameter, from the inside out; the model itself is
+    """Yield the modules that contain a module or parameter, from the inside out; the model is
     last."""
     while fqn:
         fqn = fqn.rpartition(".")[0]
         yield fqn
 
 
-@lru_cache(maxsize=4)  # one row asks several times
+@lru_cache(maxsize=4)  # one row calls it several times
 def above(modules: tuple[str, ...]) -> frozenset[str]:
-    """All that holds one of some modules."""
+    """Return all modules that contain one of these modules."""
     found: set[str] = set()
     level = {fqn.rpartition(".")[0] for fqn in modules if fqn}
     while level:
@@ -183,13 +185,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """One value for some modules: for each of them with its name as `fqn`."""
+    """One value for several modules; iterating yields a copy for each, with the module's name as
+    `fqn`."""
 
     value: Any
     sites: tuple[str, ...]
 
     @cached_property
-    def _here(self) -> frozenset[str]:
+    def _site_set(self) -> frozenset[str]:
         return frozenset(self.sites)
 
     @cached_property
@@ -200,9 +203,9 @@ class Part:
         return (replace(self.value, fqn=fqn) for fqn in self.sites)
 
     def near(self, fqn: str) -> Iterator[Any]:
-        """The values at a module, at what holds it and at what it holds."""
+        """Yield the values at a module, at modules that contain it and at modules inside of it."""
         for site in (fqn, *holders(fqn)):
-            if site in self._here:
+            if site in self._site_set:
                 yield replace(self.value, fqn=site)
         if fqn in self._above:
             held = (site for site in self.sites if site != fqn and inside(site, fqn))
@@ -210,7 +213,7 @@ class Part:
 
 
 class Spread(Sequence[T]):
-    """The parts one after the other; equal to a tuple of all their values."""
+    """A sequence of parts, one after the other; equal to a tuple of all their values."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
@@ -234,14 +237,14 @@ class Spread(Sequence[T]):
 
 
 def parts(values: Sequence[Any]) -> tuple[Part, ...]:
-    """Values, spread or each by itself, as parts."""
+    """Return values as parts: those of a Spread, or one part for each value."""
     if isinstance(values, Spread):
         return values.parts
     return tuple(Part(value, (value.fqn,)) for value in values)
 
 
 def near(values: Sequence[T], fqn: str) -> Iterator[T]:
-    """Return the values that are for a module, for one that holds it, or for one inside of it."""
+    """Yield the values for a module, for modules that contain it, and for modules inside of it."""
     if isinstance(values, Spread):
         return (value for part in values.parts for value in part.near(fqn))
     return (v for v in values if inside(v.fqn, fqn) or inside(fqn, v.fqn))  # type: ignore[attr-defined]
@@ -252,9 +255,11 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trail:
-    """Places of rows in `of`: those `at` a module itself, and `below` it at what it holds.
+    """The positions in `of` of the rows `at` each module, and of the rows `below` it (at its
+    contents).
 
-    `alone`: some row took its modules each by itself, and may have made equal ones unlike.
+    `alone`: some row was applied to its modules one by one, and may have made equal modules
+    different.
     """
 
     of: tuple[Any, ...] = ()
@@ -271,7 +276,7 @@ class Trail:
         return replace(trail, of=rows)
 
     def after(self, rows: tuple[Any, ...], alone: bool) -> Trail:
-        """The trail of rows that are one more than these."""
+        """Return the trail of these rows, which are one more than the current ones."""
         place, sites = len(rows) - 1, rows[-1].sites
         longer = []
         for known, modules in ((self.at, sites), (self.below, tuple(above(sites)))):
@@ -281,9 +286,11 @@ class Trail:
         return Trail(rows, self.alone or alone, *longer)
 
     def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
-        """The rows at these modules, at what holds them and at what they hold.
+        """Return the rows at these modules, at modules that contain them and at modules inside of
+        them.
 
-        `ties`: names of parameters that are one tensor; rows at their other modules, too.
+        `ties`: names of parameters that are one tensor; rows at their other modules are included,
+        too.
         """
         tied = [{name.rpartition(".")[0] for name in names} for names in ties]
         others = {owner for owners in tied if not owners.isdisjoint(sites) for owner in owners}
@@ -292,27 +299,26 @@ class Trail:
         return {row for rows in marks for row in rows}
 
 
-MAPS = ("layouts", "boundaries")  # by names that begin with the module's
+MAPS = ("layouts", "boundaries")  # of a plan: keys begin with the module's name
 _NOTHING: Mapping[str, Any] = {}
-LISTS = ("casts", "stores", "kept", "padded")  # of values that have the module's name as `fqn`
+LISTS = ("casts", "stores", "kept", "padded")  # of a plan: values have the module's name as `fqn`
 
 
 @dataclass(frozen=True)
 class Change:
-    """The annotations that a row adds at one module; keys and names follow the module's own
-    name."""
+    """The annotations that a row adds at one module; keys are relative to the module's name."""
 
     maps: Mapping[str, Mapping[str, Any]]
     lists: Mapping[str, tuple[Any, ...]]
 
 
 def shared(plan: Plan, action: Action) -> Plan | None:
-    """The plan after a row, checked at the first module of each class; None: take each alone.
+    """Apply a row to the first module of each class and copy the result; None: apply it one by one.
 
-    Alone are taken modules of verbs that do not say what they look at (`Uniform`), modules
-    within each other, and modules that are all different.  A refusal is that of the first module
-    in order that cannot be done, as if each were taken alone: its class fails where it does.  What
-    a row lists (`LISTS`) of one module it does not see at the others.
+    None for verbs that do not declare what they read (`Uniform`), for modules inside of each other,
+    and for modules that are all different. A refusal is that of the first module in order that
+    cannot be done, as if the row were applied one by one: its class fails where it does. What a row
+    adds to lists (`LISTS`) at one module it does not see at the other modules.
     """
     sites, primitive = action.sites, action.primitive
     if not isinstance(primitive, Uniform) or len(action.each) < len(sites):
@@ -323,22 +329,22 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     if len(groups) == len(sites):
         return None
     changes: list[Change] = []
-    laid: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
+    layered: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
     lists: dict[str, Any] = {name: getattr(plan, name) for name in LISTS}
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
-    now = replace(plan, **laid)
+    now = replace(plan, **layered)
     for group in groups:
         first = plan.model.sites[group[0]]
         target = (first,) if primitive.takes == "selection" else first
         primitive.check(target, now)
         before = replace(now, **empty)
         after = primitive.transform(target, before)
-        change = _change(before, after, group[0])
+        change = _diff_at(before, after, group[0])
         if change is None:
             return None
         changes.append(change)
         now = replace(after, **lists)
-    return _changed(plan, sites, groups, changes)
+    return _apply_changes(plan, sites, groups, changes)
 
 
 def changed(before: Plan, after: Plan) -> bool:
@@ -346,8 +352,8 @@ def changed(before: Plan, after: Plan) -> bool:
     return any(getattr(before, name) is not getattr(after, name) for name in MAPS)
 
 
-def _change(before: Plan, after: Plan, fqn: str) -> Change | None:
-    """Return what has changed at one module; None where more than names at that module changed."""
+def _diff_at(before: Plan, after: Plan, fqn: str) -> Change | None:
+    """Return what has changed at one module; None if anything else changed, too."""
     maps: dict[str, Mapping[str, Any]] = {}
     lists: dict[str, tuple[Any, ...]] = {}
     for one in fields(before):
@@ -369,23 +375,25 @@ def _change(before: Plan, after: Plan, fqn: str) -> Change | None:
     return Change(maps, lists)
 
 
-def _changed(
+def _apply_changes(
     plan: Plan, sites: tuple[str, ...], groups: list[list[str]], changes: list[Change]
 ) -> Plan:
-    """The plan with what is changed at each module, in their order."""
+    """Return the plan with the changes at each module, in order of the modules."""
     made: dict[str, Any] = {}
     for name in MAPS:
-        items = _items(sites, groups, [change.maps.get(name, _NOTHING) for change in changes])
+        items = _expand_items(
+            sites, groups, [change.maps.get(name, _NOTHING) for change in changes]
+        )
         if items:
             made[name] = persistent(getattr(plan, name)).put(items)
     for name in LISTS:
-        more = _parts(sites, groups, [change.lists.get(name, ()) for change in changes])
+        more = _expand_lists(sites, groups, [change.lists.get(name, ()) for change in changes])
         if more:
             made[name] = Spread((*parts(getattr(plan, name)), *more))
     return replace(plan, **made)
 
 
-def _items(
+def _expand_items(
     sites: Sequence[str], groups: list[list[str]], new: list[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the new items of each module by full name; `new` has the items of each group."""
@@ -393,23 +401,22 @@ def _items(
         return {}
     if list(new[0]) == [""] and all(one == new[0] for one in new):
         return dict.fromkeys(sites, new[0][""])
-    pairs = zip(sites, _each(sites, groups, new))
+    pairs = zip(sites, _value_per_site(sites, groups, new))
     return {site + end: value for site, one in pairs for end, value in one.items()}
 
 
-def _parts(
+def _expand_lists(
     sites: tuple[str, ...], groups: list[list[str]], values: list[tuple[Any, ...]]
 ) -> tuple[Part, ...]:
-    """Return the annotations of modules in their order: one part where all modules have the
-    same."""
+    """Return the annotations of modules in order: one part if all modules have the same."""
     if len(values[0]) <= 1 and all(one == values[0] for one in values):
         return tuple(Part(value, sites) for value in values[0])
-    pairs = zip(sites, _each(sites, groups, values))
+    pairs = zip(sites, _value_per_site(sites, groups, values))
     return tuple(Part(value, (site,)) for site, mine in pairs for value in mine)
 
 
-def _each(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
-    """Return for each module, in order, what `said` has for its group."""
+def _value_per_site(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
+    """Return for each module, in order, the value in `said` of its group."""
     if len(groups) == 1:
         return said * len(sites)
     of: dict[str, T] = {}
@@ -419,25 +426,25 @@ def _each(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[
 
 
 def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
-    """Modules in groups that a row cannot tell apart, in the order of their first ones.
+    """Return modules in groups that a row cannot distinguish, ordered by their first modules.
 
-    In one group are modules of one class (`classes`, by all attributes that some verb looks at)
-    that lie alike, with the same rows at them, at what holds them and at each thing that they hold.
+    Modules of a group have one class (`classes`, by all attributes that some verb reads), equal
+    layouts, and the same rows at them, at modules that contain them, and at each of their contents.
     """
     uniform = (verb for verb in registry().values() if issubclass(verb, Uniform))
     looked = {name for verb in uniform for name in verb.looks_at}
     answers = [
         list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
         plan.trail.at.many(sites, ()),
-        _around(plan, sites),
-        _inside(plan, sites),
-        *(_lying(plan, sites) if plan.trail.alone else ()),
+        _rows_around(plan, sites),
+        _rows_inside(plan, sites),
+        *(_layout_keys(plan, sites) if plan.trail.alone else ()),
     ]
-    return _parted(sites, [answer for answer in answers if len(set(answer)) > 1])
+    return _group_by_answers(sites, [answer for answer in answers if len(set(answer)) > 1])
 
 
-def _parted(sites: tuple[str, ...], answers: list[list[Any]]) -> list[list[str]]:
-    """Sites in groups for which all answers are the same."""
+def _group_by_answers(sites: tuple[str, ...], answers: list[list[Any]]) -> list[list[str]]:
+    """Group the sites for which all answers are equal."""
     if not answers:
         return [list(sites)]
     groups: dict[Any, list[str]] = {}
@@ -446,8 +453,8 @@ def _parted(sites: tuple[str, ...], answers: list[list[Any]]) -> list[list[str]]
     return list(groups.values())
 
 
-def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
-    """The rows at what holds each module, from the inside out."""
+def _rows_around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
+    """Return the rows at the modules that contain each module, from the inside out."""
     there = tuple(above(sites))
     marks = dict(zip(there, plan.trail.at.many(there, ())))
     if not any(marks.values()):
@@ -457,27 +464,27 @@ def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     return list(map(known.__getitem__, parents))
 
 
-def _inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
-    """The rows at what each module holds."""
+def _rows_inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
+    """Return the rows at the contents of each module."""
     below = plan.trail.below.many(sites, ())
     if not any(below):
         return [None]
-    return [_marks(plan, site) if rows else None for site, rows in zip(sites, below)]
+    return [_child_rows(plan, site) if rows else None for site, rows in zip(sites, below)]
 
 
-def _marks(plan: Plan, fqn: str) -> tuple[object, ...]:
-    """Children with rows at them or inside of them, and those rows."""
+def _child_rows(plan: Plan, fqn: str) -> tuple[object, ...]:
+    """Return the children with rows at them or inside of them, and those rows."""
     found: list[object] = []
     for child in plan.model.children(fqn):
         name = f"{fqn}.{child}" if fqn else child
         at, below = plan.trail.at.get(name), plan.trail.below.get(name)
         if at or below:
-            found.append((child, at, _marks(plan, name) if below else None))
+            found.append((child, at, _child_rows(plan, name) if below else None))
     return tuple(found)
 
 
-def _lying(plan: Plan, sites: tuple[str, ...]) -> Iterator[list[Any]]:
-    """The boundaries of each module, and the layouts of its parameters."""
+def _layout_keys(plan: Plan, sites: tuple[str, ...]) -> Iterator[list[Any]]:
+    """Yield the boundaries of each module, and the layouts of its parameters."""
     boundaries, layouts = persistent(plan.boundaries), persistent(plan.layouts)
     yield boundaries.many(sites, ())
     own = [plan.model.sites[site].parameters for site in sites]

@@ -1,7 +1,8 @@
-"""Modules that are alike with all that they hold: classes, shapes, and what they are told.
+"""Plain attributes of modules, by which modules of equal class and shapes may still differ.
 
-Two layers of one class and of equal shapes may compute otherwise: a number, a word or a flag tells
-one of them to.  Numbers that count layers, rise from layer to layer, or are in a name tell nothing.
+Two layers of one class and of equal shapes may compute differently, because of a number, a word or
+a flag. Attributes that only number the layers, or rise from layer to layer, are not counted. Used
+to find equal layers when a model is reduced or planned.
 """
 
 from __future__ import annotations
@@ -15,38 +16,42 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-NAMED = (FunctionType, BuiltinFunctionType, type)  # an activation, or a class
-RAMP = 3  # numbers that show a ramp: two always lie on a line
+NAMED = (FunctionType, BuiltinFunctionType, type)  # an activation function, or a class
+RAMP = 3  # minimal length of a ramp: two numbers always are one
 Value = tuple[type, Any]
 Told = Mapping[str, object]  # attributes by name
 
 
 def kind_of(facts: ModelFacts, fqn: str) -> object:
-    """Return what is equal for modules of one model that are alike, with all that they hold."""
-    said = told(facts)
+    """Return a key that is equal for modules of one model that are equal, contents included."""
+    attributes = told(facts)
     names = below(facts, fqn)
-    return tuple((n[len(fqn) :], facts.sites[n].kind, frozenset(said[n].items())) for n in names)
+    return tuple(
+        (n[len(fqn) :], facts.sites[n].kind, frozenset(attributes[n].items())) for n in names
+    )
 
 
 def below(facts: ModelFacts, fqn: str) -> Iterator[str]:
-    """Yield a module and all modules in it."""
+    """Yield a module and all modules inside of it."""
     yield fqn
     for child in facts.children(fqn):
         yield from below(facts, f"{fqn}.{child}" if fqn else child)
 
 
 def apart(facts: ModelFacts, roots: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Return which attributes tell layers apart: the module's path in its layer, and the name."""
-    said, found = told(facts), dict[tuple[str, str], set[object]]()
+    """Return the attributes that differ between layers: the module's path in its layer, and the
+    name."""
+    attributes, found = told(facts), dict[tuple[str, str], set[object]]()
     for root in roots:
         for fqn in below(facts, root):
-            for name, value in said[fqn].items():
+            for name, value in attributes[fqn].items():
                 found.setdefault((fqn[len(root) :], name), set()).add(value)
     return frozenset(at for at, values in found.items() if len(values) > 1)
 
 
 def told(facts: ModelFacts) -> Mapping[str, Told]:
-    """Return the attributes of each module that are no tensors or modules, but plain values."""
+    """Return, for each module, its attributes that are plain values, except those that number
+    layers."""
     if "told" not in facts.cache:
         groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
         for fqn in facts.sites:
@@ -55,58 +60,64 @@ def told(facts: ModelFacts) -> Mapping[str, Told]:
             place = tuple("*" if word.isdecimal() else word for word in words)
             groups.setdefault(place, {})[numbers] = fqn
         facts.cache["told"] = {
-            fqn: said for group in groups.values() for fqn, said in _of_group(facts, group)
+            fqn: attributes
+            for group in groups.values()
+            for fqn, attributes in _group_attributes(facts, group)
         }
     return cast(Mapping[str, Told], facts.cache["told"])
 
 
-def _of_group(
+def _group_attributes(
     facts: ModelFacts, group: Mapping[tuple[int, ...], str]
 ) -> Iterator[tuple[str, Told]]:
-    """Yield modules that stand at the same place of their layers, and what each is told."""
+    """Yield the modules at the same place of their layers, with the plain attributes of each."""
     own = {at: dict(plain(vars(facts.module(fqn)))) for at, fqn in group.items()}
     counts = set()
     for name in {name for values in own.values() for name in values}:
         values = {at: values[name] for at, values in own.items() if name in values}
-        if len(set(values.values())) > 1 and _counts(values):
+        if len(set(values.values())) > 1 and _numbers_layers(values):
             counts.add(name)
     for at, fqn in group.items():
         yield fqn, {name: value for name, value in own[at].items() if name not in counts}
 
 
 def plain(own: Mapping[str, object]) -> Iterator[tuple[str, Value]]:
-    """Yield attributes that are plain values, or lists and tuples of such, each with its type."""
+    """Yield attributes that are plain values, or lists and tuples of plain values, each with its
+    type."""
     for name, value in own.items():
         if isinstance(value, list | tuple):
             if all(isinstance(one, PLAIN) for one in value):
                 yield name, (type(value), tuple((type(one), one) for one in value))
-        elif isinstance(value, NAMED):  # one that is made anew for each layer is alike, too
+        elif isinstance(value, NAMED):  # by name: a function made anew for each layer is equal
             yield name, (type(value), f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, PLAIN) or type(value).__name__ == "dtype":
             yield name, (type(value), value)
 
 
-def _counts(values: Mapping[tuple[int, ...], Value]) -> bool:
-    """Return whether values number layers: whole numbers that are evenly spaced along one list of
-    these, others that rise or fall along it, words with digits of which no two are the same."""
+def _numbers_layers(values: Mapping[tuple[int, ...], Value]) -> bool:
+    """Return whether values only number layers.
+
+    Integers that are evenly spaced along one list of layers, floats that rise or fall along it, or
+    words with digits that are all different.
+    """
     kinds = {kind for kind, _ in values.values()}
     if kinds == {str}:
         words = [word for _, word in values.values()]
         return len(set(words)) == len(words) and all(any(map(str.isdigit, w)) for w in words)
     places = range(len(next(iter(values))))
-    return kinds in ({int}, {float}) and any(_along(values, place) for place in places)
+    return kinds in ({int}, {float}) and any(_rises_along(values, place) for place in places)
 
 
-def _along(values: Mapping[tuple[int, ...], Value], place: int) -> bool:
-    """Return whether numbers count along the lists that one number of a module's name counts."""
+def _rises_along(values: Mapping[tuple[int, ...], Value], place: int) -> bool:
+    """Return whether numbers rise along the lists that one number of a module's name counts."""
     lines: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
     for at, (_, value) in values.items():
         lines.setdefault((*at[:place], *at[place + 1 :]), []).append((at[place], value))
     longer = [sorted(line) for line in lines.values() if len(line) > 1]
-    return bool(longer) and all(map(_rises, longer))
+    return bool(longer) and all(map(_is_ramp, longer))
 
 
-def _rises(line: Sequence[tuple[int, Any]]) -> bool:
+def _is_ramp(line: Sequence[tuple[int, Any]]) -> bool:
     """Return whether numbers rise, or fall, from layer to layer."""
     steps = [(high - low) / (after - before) for (before, low), (after, high) in pairwise(line)]
     if type(line[0][1]) is int:

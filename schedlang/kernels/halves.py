@@ -1,4 +1,4 @@
-"""Tell which gradients the backward that runs now has to compute: halves come one by one."""
+"""Find which gradients the running backward must compute, when a backward runs in two halves."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import torch
 
 
 def asked(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Return of each of the first `count` inputs, all of them tensors or None, whether the backward
-    that runs now computes its gradient.
+    """Return for each of the first `count` inputs whether the running backward computes its
+    gradient.
 
-    Halves of a backward (`split_backward`) come one after the other: for what a module is given,
-    then for its weights.  `ctx.needs_input_grad` says in both that both are needed.
+    All of these inputs are tensors or None. The halves of a backward (`split_backward`) run one
+    after the other: first for the inputs of a module, then for its weights. `ctx.needs_input_grad`
+    is true for both in both halves.
     """
     found: tuple[bool, ...] = ctx.needs_input_grad[:count]
     if torch.compiler.is_compiling():
         return found
     nodes = [node for node, _ in ctx.next_functions[:count]]  # of the tensors among the inputs
     return tuple(
-        need and (node is None or _runs(node)) for need, node in itertools.zip_longest(found, nodes)
+        need and (node is None or _is_reached(node))
+        for need, node in itertools.zip_longest(found, nodes)
     )
 
 
-def _runs(node: Any) -> bool:
-    """Tell whether the backward that runs now reaches a node, or returns what comes to it."""
+def _is_reached(node: Any) -> bool:
+    """Return whether the running backward executes a node, or returns its gradient."""
     try:
         reached: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
+    except RuntimeError:  # a leaf for which `torch.autograd.grad` was called
         return True
     return reached

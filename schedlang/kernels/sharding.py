@@ -1,12 +1,12 @@
-"""Sharding rules of our operators for DTensor: placements taken, and placements of the results.
+"""Sharding rules of our operators for DTensor: placements of arguments and of results.
 
-Rows of a norm, a gate or a loss are independent of each other: any dim of them may be split, and
-the gradients of weights are then parts of a sum.  Without a rule DTensor refuses an operator of
-ours; with one of these it never gathers a sequence to normalise it.
+Rows of a norm, a gate or a loss are independent: any dim of them may be sharded, and gradients of
+weights are then partial. Without a rule DTensor refuses our operators; with these rules it never
+gathers a sequence to normalise it.
 
-DTensor remembers how the results of a call lie by its tensors and by what comes from its first
-integer on.  So an operator's first argument that its rule or its results' shapes and types depend
-on is declared an integer, although it may be a flag.
+DTensor caches the placements of results by the tensors of a call and by the arguments from the
+first integer on. So the first argument of an operator that its rule or its results' shapes and
+dtypes depend on is declared as an integer, although it may be a flag.
 """
 
 from __future__ import annotations
@@ -28,44 +28,46 @@ from schedlang.kernels import (
     rope,
 )
 
-# one way to split: how the results lie, and how each argument does (None: it is no tensor)
+# one strategy: placements of the results, and of the arguments (None: no tensor)
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
-# who define the operators; held_backward writes into an argument, which DTensor cannot split
+# modules that define the operators; held_backward writes into an argument, which DTensor cannot
+# shard
 MODULES = (gated, grouped, linear_cross_entropy, norm, rope)
 
 
 def _rows(results: Sequence[str], arguments: str, last: int | None = None) -> Rule:
-    """A rule for operators on rows: split along any dim of the first argument but its last.
+    """Return a rule for operators on rows: shard along any dim of the first argument but its last.
 
-    Letters say what each result and argument is: "x" rows, split along; "w" the same for all rows,
-    "p" a sum over rows, "-" no tensor; a number rows where that argument is a tensor, else empty.
-    The last dim may be split as well where argument number `last` is a tensor.
+    Letters describe each result and argument: "x" rows, sharded; "w" the same for all rows; "p" a
+    sum over rows; "-" no tensor; a number: rows if the argument of that number is a tensor, else
+    empty. The last dim may be sharded as well if argument number `last` is a tensor.
     """
 
     def rule(first: Any, *others: Any) -> list[Way]:
         given = [first, *others]
         none = [not hasattr(value, "ndim") for value in given]
 
-        def lie(letters: Sequence[str], along: Placement | None) -> list[Placement]:
+        def placements(letters: Sequence[str], along: Placement | None) -> list[Placement]:
             summed = Partial() if along else Replicate()
             kinds: dict[str, Placement] = {"x": along or Replicate(), "w": Replicate(), "p": summed}
             kinds |= {str(n): kinds["w" if no else "x"] for n, no in enumerate(none)}
             return [kinds[letter] for letter in letters]
 
-        ways: list[Way] = []
+        strategies: list[Way] = []
         for along in (None, *map(Shard, range(first.ndim - (last is None or none[last])))):
-            inputs: list[Placement | None] = [*lie(arguments.replace("-", "w"), along)]
+            inputs: list[Placement | None] = [*placements(arguments.replace("-", "w"), along)]
             for place, missing in enumerate(none):
                 inputs[place] = None if missing else inputs[place]
-            ways.append((lie(results, along), inputs))
-        return ways
+            strategies.append((placements(results, along), inputs))
+        return strategies
 
     return rule
 
 
 def _grouped(x: Any, weight: Any, ends: Any, across: bool) -> list[Way]:
-    """Columns of the matrices, or what they sum over; rows lie by group and stay whole."""
+    """Return strategies that shard columns of the matrices, or the dim of their sums; rows are
+    grouped, and stay replicated."""
     into, out = (2, 1) if across else (1, 2)
     whole = Replicate()
     return [
@@ -85,8 +87,9 @@ def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool, *_:
     ]
 
 
-def _turned(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
-    """Rows, tokens with their angles, and heads, of queries and keys alike."""
+def _rope(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
+    """Return strategies for rows, tokens with their angles, and heads, the same for queries and
+    keys."""
     heads = form[4]
     whole = Replicate()
 
@@ -108,7 +111,7 @@ def _turned(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
 RULES: dict[str, Rule] = {
     "norm_forward": _rows("1xxx", "xxxww-------"),
     "norm_backward": _rows("xpp3", "xxxxwxx------"),
-    "rope_turn": _turned,
+    "rope_turn": _rope,
     "gated_forward": _rows("x", "xx--", last=1),
     "gated_backward": _rows("x2", "xxx--", last=2),
     "linear_statistics_forward": _rows("xxx", "xwwx---"),
@@ -121,6 +124,6 @@ RULES: dict[str, Rule] = {
 
 @functools.cache
 def install() -> None:
-    """Tell DTensor of every operator, once."""
+    """Register all rules with DTensor, once."""
     for name, rule in RULES.items():
         register_sharding(getattr(torch.ops.schedlang, name).default)(rule)

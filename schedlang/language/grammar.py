@@ -1,7 +1,8 @@
-"""The parser of the language, which lark makes of its grammar; the tree that it makes; editions.
+"""The grammar's parser (made by lark), the syntax tree that it builds, and editions of the
+language.
 
-* What each rule of the grammar becomes: our nodes, every one with its span.
-* Editions of the language: the one that is read here, and how a text of an older one becomes it.
+* `TreeMaker`: the nodes for each rule of the grammar, every one with its span.
+* Editions: the one that is read here, and the rewriting of a text of an older one.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from schedlang.diagnostics.source import Source, Span
 from schedlang.language import nodes as n
 
 STARTS = ("start", "path", "expr")
-DEEPEST = 48  # brackets and signs inside one another; nothing a person writes comes near
-LONGEST = 18  # digits of a whole number: what fits a machine word
+DEEPEST = 48  # nested brackets and signs; no handwritten text comes near
+LONGEST = 18  # digits of a whole number: fits a machine word
 OPENS = {"LPAR": "(", "LSQB": "[", "LBRACE": "{"}
 CLOSES = ("RPAR", "RSQB", "RBRACE")
-SIGNS = ("PLUS", "NOT")  # the terminal of + and - is one
+SIGNS = ("PLUS", "NOT")  # + and - share one terminal
 
 
 class TooDeep(Exception):
-    """A text nested deeper than those who walk its tree could follow: where, and in what."""
+    """A text nested deeper than walks of its tree can follow: the token, and what is nested
+    there."""
 
     def __init__(self, token: Token, nested: str) -> None:
         super().__init__(token, nested)
@@ -44,15 +46,17 @@ class TooDeep(Exception):
 
 
 class Statements(PostLex):
-    """The filter between lexer and parser: a newline ends a statement, except inside ( ) and [ ],
-    and nothing stands too deep."""
+    """The filter between lexer and parser: newlines end statements, except inside ( ) and [ ].
+
+    Also limits the depth of nesting (`DEEPEST`).
+    """
 
     always_accept = ("_NL",)
 
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
-        """The tokens without the newlines that end nothing."""
+        """Yield the tokens without the newlines that end no statement; raise TooDeep."""
         opened: list[tuple[str, int]] = []  # brackets, each with the signs before it
-        run: list[Token] = []  # signs, one before the other
+        run: list[Token] = []  # consecutive signs
         depth, last = 0, ""
         for token in stream:
             kind = token.type
@@ -70,28 +74,28 @@ class Statements(PostLex):
                 if kind in CLOSES and opened:
                     depth -= 1 + opened.pop()[1]
             if depth + len(run) > DEEPEST:
-                raise _too_deep(token, run, len(opened))
+                raise _make_too_deep(token, run, len(opened))
             last = kind
             yield token
 
 
-def _too_deep(token: Token, run: list[Token], brackets: int) -> TooDeep:
+def _make_too_deep(token: Token, run: list[Token], brackets: int) -> TooDeep:
     if len(run) > DEEPEST:
         return TooDeep(run[0], "signs")
     return TooDeep(token, "brackets" if brackets > DEEPEST else "brackets and signs")
 
 
 def span_of(source: Source, piece: Token | Meta) -> Span:
-    """The place of a token or of a rule's text."""
+    """Return the span of a token or of a rule's text."""
     lines = piece.line, piece.column, piece.end_line, piece.end_column
     return Span(source, *lines)  # type: ignore[arg-type]  # what was parsed has a place
 
 
-def _kept() -> str | bool:
-    """Return where lark keeps the parser that it has made of the grammar; False: nowhere.
+def _cache_path() -> str | bool:
+    """Return where lark caches the parser that it builds from the grammar; False: nowhere.
 
-    What lark keeps is a pickle: it lies beside the bytecode of this file, which is trusted as much,
-    and is made anew where grammar, lark or Python are others.
+    The cache is a pickle: it is stored beside the bytecode of this file, which is trusted as much,
+    and is rebuilt where grammar, lark or Python have changed.
     """
     if sys.dont_write_bytecode or sys.implementation.cache_tag is None:
         return False
@@ -100,21 +104,21 @@ def _kept() -> str | bool:
 
 @cache
 def parser(strict: bool = False) -> Lark:
-    """Return the parser; a strict one is made only of a grammar in which nothing is ambiguous."""
+    """Return the parser; a strict one rejects an ambiguous grammar."""
     return Lark.open(
         "sched.lark",
         rel_to=schedlang.__file__,
         parser="lalr",
         start=list(STARTS),
         strict=strict,
-        cache=not strict and _kept(),
+        cache=not strict and _cache_path(),
         postlex=Statements(),
         propagate_positions=True,
     )
 
 
 WHOLE = re.compile(r"\d+")
-MOST = 1000  # names that a segment may stand for, `{a,b}_{c,d}` for four
+MOST = 1000  # names of one segment: `{a,b}_{c,d}` has four
 
 # rules whose parts are the fields of a node, in order
 FIELDS: Mapping[str, Callable[..., n.Node]] = {
@@ -134,7 +138,7 @@ FIELDS: Mapping[str, Callable[..., n.Node]] = {
     "def": n.Def,
     "override": n.Override,
 }
-# rules whose parts are, all together, the one field of a node
+# rules whose parts together are the only field of a node
 ITEMS: Mapping[str, Callable[..., n.Node]] = {
     "name": n.Name,
     "list": n.List,
@@ -146,21 +150,21 @@ ITEMS: Mapping[str, Callable[..., n.Node]] = {
     "sum": n.Chain,
     "term": n.Chain,
 }
-# rules whose first part is a field, and all others the next one; or whose last part is
+# rules with the first part as one field and all others as the next; or with the last part alone
 FIRST_AND_REST: Mapping[str, Callable[..., n.Node]] = {"call": n.Call}
 REST_AND_LAST: Mapping[str, Callable[..., n.Node]] = {"rule": n.Rule}
 
 
 def _plain(part: Any) -> Any:
-    """A token as the text that nodes hold."""
+    """Return a token as the text that nodes hold; other parts unchanged."""
     return str(part) if isinstance(part, Token) else part
 
 
 @v_args(inline=True, meta=True)
 class TreeMaker(Transformer_NonRecursive[Token, Any]):
-    """Makes nodes of lark's tree; `problems` collects what the grammar cannot say.
+    """Builds nodes from lark's tree; `problems` collects what the grammar cannot express.
 
-    A method is named after the rule that it is for, and gets its place and its parts.
+    A method is named after its rule, and gets the rule's place and parts.
     """
 
     def __init__(self, source: Source) -> None:
@@ -181,7 +185,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return ITEMS[rule](made, span=self._span(at))
 
     def INT(self, token: Token) -> Token:
-        """A number, which is not too large to be counted with."""
+        """Check that a number is not too large."""
         whole = WHOLE.search(token)
         digits = len(whole[0]) if whole else 0
         if digits > LONGEST or (token.type == "FLOAT" and isinf(float(token))):
@@ -193,7 +197,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return token
 
     def GLOB(self, token: Token) -> Token:
-        """A part of a selector, which stands for no more names than can be looked for."""
+        """Check that a part of a selector does not stand for too many names."""
         many = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
         if many > MOST:
             label = Label(self._span(token), f"a selector has at most {MOST:,}")
@@ -243,7 +247,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
     # ---- declarations -----------------------------------------------------------------
 
     def start(self, at: Meta, header: n.Header, *items: Any) -> n.File:
-        """A whole file."""
+        """Make the node of a whole file."""
         last = self.source.text.count("\n") + 1
         return n.File(header, items, span=Span(self.source, 1, 1, last, 1))
 
@@ -281,33 +285,34 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return n.Drop(str(name)[1:-1], span=self._span(at))
 
 
-EDITION = 1  # what this schedlang reads
-FIRST = 1  # the oldest that there ever was
+EDITION = 1  # the edition that this schedlang reads
+FIRST = 1  # the first edition
 HEADER = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*schedule[ \t]+(\d+)")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that the next edition says otherwise: in a sentence, and as a function of texts."""
+    """One difference of the next edition: described in a sentence, and applied by a function of
+    texts."""
 
     says: str
     rewrite: Callable[[str], str]
 
 
-# edition -> what is rewritten for the one after it, in this order; there is one edition so far
+# edition -> rewrites for the edition after it, in this order; there is one edition so far
 CHANGES: Mapping[int, Sequence[Change]] = {}
 
 
 @dataclass(frozen=True)
 class Upgraded:
-    """A text of the edition that is read here, and what was changed in it."""
+    """A text in the edition that is read here, and the changes that were made to it."""
 
     source: Source
     changes: tuple[Change, ...] = ()
 
 
 def upgraded(source: Source) -> Upgraded:
-    """The text in the edition that is read here; one that is no older stays as it is."""
+    """Rewrite a text of an older edition into the current one; other texts stay unchanged."""
     found = HEADER.match(source.text)
     edition = int(found[1][:9]) if found else EDITION
     text, made = source.text, []
@@ -324,7 +329,7 @@ def upgraded(source: Source) -> Upgraded:
 
 
 def misfit(version: str, span: Span) -> Diagnostic:
-    """Tell (S006) that a header names another edition than the one that is read, and what to do."""
+    """Return the diagnostic S006 for a header that names another edition, with what to do."""
     number = int(version[:9])
     title = f"the file is in edition {version} of the language; this schedlang reads {EDITION}"
     help_ = "install a newer schedlang"

@@ -1,4 +1,7 @@
-"""The types of a primitive's fields, and a call's arguments made such, or refused precisely."""
+"""The types of a primitive's arguments, and the binding of a call's arguments to them.
+
+A mistake is refused with the argument's place, and with legal values where they can be listed.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,20 @@ from schedlang.language.value import (
 T = TypeVar("T")
 
 REST, MANY = "free keywords", "any number"
-# A mesh axis or a view; and several of them, of which one may stand without brackets.
+# A mesh axis or a view; and several of them, a single one may stand without brackets.
 Axis = NewType("Axis", str)
 Axes = tuple[Axis, ...]
-# All keyword arguments that are no fields, as (name, value) pairs: shard(weight=S(out), bias=R).
+# All keyword arguments that are not fields, as (name, value) pairs: shard(weight=S(out), bias=R).
 Rest = Annotated[tuple[tuple[str, T], ...], REST]
 # All positional arguments: verify(forward, backward).
 Many = Annotated[tuple[T, ...], MANY]
 
 
 class Mismatch(Exception):
-    """A value that is not of the type asked for: what was expected, and the choices if listed.
+    """A value that does not have the demanded type: the expected type in words, and the choices if
+    any.
 
-    `culprit` is the one value of a list that does not fit, in a tuple of one.
+    `culprit`: the one element of a list that does not fit, in a tuple of one.
     """
 
     def __init__(
@@ -62,28 +66,28 @@ class Mismatch(Exception):
 
 
 class NoAxis(Exception):
-    """A name that is no axis of the mesh."""
+    """A name that is not an axis of the mesh."""
 
 
 def convert(kind: Any, value: Any, axes: Mapping[str, int]) -> Any:
-    """The value as one of `kind`; raises Mismatch or NoAxis."""
+    """Convert a value to the type `kind`; raise Mismatch or NoAxis."""
     if value is UNKNOWN:
         return UNKNOWN
     if kind is Axis:
-        return _axis(value, axes)
+        return _convert_axis(value, axes)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return convert(args[0], value, axes)
     if origin is Literal:
-        return _one_of(args, value)
+        return _convert_literal(args, value)
     if origin in (Union, types.UnionType):
-        return _any_of(args, value, axes)
+        return _convert_union(args, value, axes)
     if origin is tuple:
-        return _tuple(args, value, axes)
-    return _plain(kind, value)
+        return _convert_tuple(args, value, axes)
+    return _convert_plain(kind, value)
 
 
-def _axis(value: Any, axes: Mapping[str, int]) -> str:
+def _convert_axis(value: Any, axes: Mapping[str, int]) -> str:
     if isinstance(value, AxisSize):
         return value.name
     if not isinstance(value, str):
@@ -93,7 +97,7 @@ def _axis(value: Any, axes: Mapping[str, int]) -> str:
     return str(value)
 
 
-def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+def _convert_literal(choices: tuple[Any, ...], value: Any) -> Any:
     word: Any = value.name if isinstance(value, AxisSize) and value.name in choices else value
     for choice in choices:
         if choice == word and isinstance(choice, bool) == isinstance(word, bool):
@@ -101,7 +105,7 @@ def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
     raise Mismatch(f"one of {quoted(map(str, choices), 12)}", [str(c) for c in choices])
 
 
-def _any_of(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> Any:
+def _convert_union(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> Any:
     expected: list[str] = []
     choices: list[str] = []
     for kind in kinds:
@@ -121,26 +125,26 @@ def _any_of(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> Any:
     raise Mismatch(" or ".join(dict.fromkeys(expected)), choices)
 
 
-def _tuple(args: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> tuple[Any, ...]:
+def _convert_tuple(args: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> tuple[Any, ...]:
     if args[0] is Axis and not isinstance(value, tuple):
         value = (value,)
     if not isinstance(value, tuple):
         raise Mismatch(describe(tuple[args]))  # type: ignore[valid-type]
     if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_element(args[0], item, axes) for item in value)
+        return tuple(_convert_element(args[0], item, axes) for item in value)
     if len(value) != len(args):
         raise Mismatch(describe(tuple[args]))  # type: ignore[valid-type]
     return tuple(convert(kind, item, axes) for kind, item in zip(args, value))
 
 
-def _element(kind: Any, item: Any, axes: Mapping[str, int]) -> Any:
+def _convert_element(kind: Any, item: Any, axes: Mapping[str, int]) -> Any:
     try:
         return convert(kind, item, axes)
     except Mismatch as wrong:
         raise Mismatch(wrong.expected, wrong.choices, (item,)) from None
 
 
-def _plain(kind: Any, value: Any) -> Any:
+def _convert_plain(kind: Any, value: Any) -> Any:
     if kind is str and isinstance(value, AxisSize):
         return value.name
     if kind is str and isinstance(value, str):
@@ -196,8 +200,10 @@ def describe(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a call: its name (None: by position), value, place, and the bare name that
-    stood for the value, if it was one."""
+    """One argument of a call: its name (None: positional), value and place.
+
+    `word`: the bare name that the value was written as, or "".
+    """
 
     name: str | None
     value: Any
@@ -208,9 +214,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Surface:
-    """The arguments that a primitive takes, read from its annotations.
+    """The arguments that a primitive accepts, read from its annotations.
 
-    `keywords` may stand before `=`; `rest` takes all others, `many` all arguments without a name.
+    `keywords` may stand before `=`; `rest` collects all other keywords, `many` all positional
+    arguments.
     """
 
     types: Mapping[str, Any]
@@ -225,7 +232,8 @@ _SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
 
 
 def surface(primitive: type[Any]) -> Surface:
-    """The arguments of a primitive; reading its annotations takes longer than binding a row."""
+    """Return the arguments of a primitive; cached, as reading annotations takes longer than
+    binding."""
     if primitive in _SURFACES:
         return _SURFACES[primitive]
     hints = typing.get_type_hints(primitive, include_extras=True)
@@ -255,10 +263,10 @@ def bind(
     span: Span,
     axes: Mapping[str, int],
 ) -> Primitive:
-    """The primitive with its arguments.
+    """Return the primitive with its arguments bound.
 
     Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
-    S204 (no such axis); all independent mistakes of the call at once.
+    S204 (no such axis): all independent mistakes of the call at once.
     """
     binder = Binder(primitive, surface(primitive), span, axes)
     if not binder.fits(arguments):
@@ -270,7 +278,7 @@ def bind(
 
 @dataclass(eq=False)
 class Binder:
-    """Binds one call, collecting what is wrong with it."""
+    """Binds the arguments of one call, and collects the problems."""
 
     primitive: type[Primitive]
     surface: Surface
@@ -283,11 +291,11 @@ class Binder:
 
     @property
     def name(self) -> str:
-        """The word of the language."""
+        """The primitive's name in the language."""
         return self.primitive.__name__
 
     def made(self) -> Primitive:
-        """The primitive with the arguments that were taken in, and had no problem."""
+        """Return the primitive with the arguments that were bound without a problem."""
         if self.surface.rest:
             self.bound[self.surface.rest] = tuple(self.rest)
         if self.surface.many and self.many:
@@ -295,28 +303,28 @@ class Binder:
         return self.primitive(**self.bound)
 
     def fits(self, arguments: Sequence[Argument]) -> bool:
-        """Take the arguments in; whether there is no problem with them."""
+        """Bind the arguments; return whether there was no problem."""
         free = list(self.surface.positional)
         for argument in arguments:
             name = argument.name
             if name is not None and name not in self.surface.keywords:
-                self._keyword(name, argument)
+                self._bind_keyword(name, argument)
             elif name is None and self.surface.many:
-                self._put(self.many, self.surface.many, argument)
+                self._bind_several(self.many, self.surface.many, argument)
             elif name is None and not free:
-                self._surplus(argument)
+                self._report_surplus(argument)
             elif (field := name or free.pop(0)) in self.bound:
-                self._twice(field, argument)
+                self._report_duplicate(field, argument)
             else:
                 self.bound[field] = None  # tried, whatever comes of it
                 for value in self._convert(field, self.surface.types[field], argument):
                     self.bound[field] = value
         lacking = [name for name in self.surface.required if name not in self.bound]
         if lacking:
-            self._missing(lacking)
+            self._report_missing(lacking)
         return not self.problems
 
-    def _problem(
+    def _add_problem(
         self,
         code: str,
         title: str,
@@ -328,98 +336,101 @@ class Binder:
         notes = (note,) * bool(note)
         self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
 
-    def _keyword(self, name: str, argument: Argument) -> None:
-        """Take in a keyword that is no field."""
-        if self.surface.rest and not self._is_slip(name, argument):
-            self._rest(name, argument)
+    def _bind_keyword(self, name: str, argument: Argument) -> None:
+        """Bind a keyword that is not a field."""
+        if self.surface.rest and not self._is_misspelt_field(name, argument):
+            self._bind_rest(name, argument)
         else:
             known = self.surface.keywords
             help_ = guess(name, known, "it takes") if known else "it takes none"
             title = f"`{self.name}` takes no argument `{name}`"
             facts = unknown(name, known)
-            self._problem("S302", title, Label(argument.span), help_, facts=facts)
+            self._add_problem("S302", title, Label(argument.span), help_, facts=facts)
 
-    def _is_slip(self, name: str, argument: Argument) -> bool:
-        """A free keyword so near to a field, by its name or its value, that this was meant."""
+    def _is_misspelt_field(self, name: str, argument: Argument) -> bool:
+        """Return whether a free keyword is so close to a field, by name or value, that the field
+        was meant."""
         near = closest(name, self.surface.keywords)
         if near is None or (len(name) > 3 and near[:3] == name[:3]):
             return near is not None
         assert self.surface.rest
-        free = self._takes(self._one_of(self.surface.rest), argument)
-        return not free and self._takes(self.surface.types[near], argument)
+        free = self._accepts(self._element_type(self.surface.rest), argument)
+        return not free and self._accepts(self.surface.types[near], argument)
 
-    def _takes(self, kind: Any, argument: Argument) -> bool:
+    def _accepts(self, kind: Any, argument: Argument) -> bool:
         try:
             convert(kind, argument.value, self.axes)
         except (NoAxis, Mismatch):
             return False
         return True
 
-    def _one_of(self, field: str) -> Any:
-        """The type of one value of a field that takes several."""
+    def _element_type(self, field: str) -> Any:
+        """Return the type of one value of a field that takes several."""
         pair = typing.get_args(typing.get_args(self.surface.types[field])[0])[0]
         return typing.get_args(pair)[1] if field == self.surface.rest else pair
 
-    def _rest(self, name: str, argument: Argument) -> None:
+    def _bind_rest(self, name: str, argument: Argument) -> None:
         found: list[Any] = []
         if any(name == known for known, _ in self.rest):
-            self._twice(name, argument)
+            self._report_duplicate(name, argument)
         assert self.surface.rest
-        self._put(found, self.surface.rest, argument)
+        self._bind_several(found, self.surface.rest, argument)
         self.rest += [(name, value) for value in found]
 
-    def _put(self, into: list[Any], field: str, argument: Argument) -> None:
-        """A value for one of the fields that take several."""
+    def _bind_several(self, into: list[Any], field: str, argument: Argument) -> None:
+        """Bind one value of a field that takes several."""
         label = argument.name if field == self.surface.rest else field
-        into += self._convert(label or field, self._one_of(field), argument)
+        into += self._convert(label or field, self._element_type(field), argument)
 
-    def _twice(self, name: str, argument: Argument) -> None:
-        self._problem("S302", f"`{name}` is given twice", Label(argument.span), "drop one")
+    def _report_duplicate(self, name: str, argument: Argument) -> None:
+        self._add_problem("S302", f"`{name}` is given twice", Label(argument.span), "drop one")
 
-    def _surplus(self, argument: Argument) -> None:
-        taken = self.surface.positional
+    def _report_surplus(self, argument: Argument) -> None:
+        positional = self.surface.positional
         title = f"`{self.name}` takes no further positional argument"
-        order = (f"it takes {quoted(taken)} in this order",) if taken else ()
-        meant = [
+        order = (f"it takes {quoted(positional)} in this order",) if positional else ()
+        suggested = [
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
         ]
-        near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
+        near = tuple(f"did you mean `{name}={argument.word}`?" for name in suggested)
         facts: Facts = ()
-        if meant:
-            facts = (("unknown", argument.word), ("meant", f"{meant[0]}={argument.word}"))
-        self._problem("S302", title, Label(argument.span), *(near or order), facts=facts)
+        if suggested:
+            facts = (("unknown", argument.word), ("meant", f"{suggested[0]}={argument.word}"))
+        self._add_problem("S302", title, Label(argument.span), *(near or order), facts=facts)
 
-    def _missing(self, lacking: Sequence[str]) -> None:
+    def _report_missing(self, lacking: Sequence[str]) -> None:
         title = f"`{self.name}` needs {quoted(lacking)}"
-        self._problem("S305", title, Label(self.span), f"for example `{self.primitive.example}`")
+        self._add_problem(
+            "S305", title, Label(self.span), f"for example `{self.primitive.example}`"
+        )
 
     def _convert(self, field: str, kind: Any, argument: Argument) -> list[Any]:
-        """The converted value, or nothing and a problem."""
+        """Return the converted value in a list, or [] after adding a problem."""
         try:
             return [convert(kind, argument.value, self.axes)]
         except NoAxis as axis:
-            self._no_axis(str(axis), argument)
+            self._report_unknown_axis(str(axis), argument)
         except Mismatch as wrong:
             value = wrong.culprit[0] if wrong.culprit else argument.value
             if wrong.expected == describe(Axis) and argument.word:
-                self._no_axis(argument.word, argument)
+                self._report_unknown_axis(argument.word, argument)
                 return []
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
             if wrong.choices and symbol:
                 word = value.name if isinstance(value, AxisSize) else str(value)
                 title = f"`{self.name}` has no {field} `{word}`"
-                help_ = _choice(word, wrong.choices)
+                help_ = _suggest_choice(word, wrong.choices)
                 facts = unknown(word, wrong.choices)
-                self._problem("S303", title, Label(argument.inner), help_, facts=facts)
+                self._add_problem("S303", title, Label(argument.inner), help_, facts=facts)
             else:
                 each = "each value in " if wrong.culprit else ""
                 title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
                 shape = f"for example `{self.primitive.example}`"
-                label = Label(argument.inner, _is(argument, value))
-                self._problem("S304", title, label, shape, facts=bare(value))
+                label = Label(argument.inner, _describe_value(argument, value))
+                self._add_problem("S304", title, label, shape, facts=bare(value))
         return []
 
-    def _no_axis(self, name: str, argument: Argument) -> None:
+    def _report_unknown_axis(self, name: str, argument: Argument) -> None:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         near = closest(name, self.axes)
         alone = argument.name and not isinstance(argument.value, tuple)
@@ -432,23 +443,23 @@ class Binder:
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
         facts = unknown(name, self.axes)
-        self._problem("S204", title, Label(argument.span), *helps, note=note, facts=facts)
+        self._add_problem("S204", title, Label(argument.span), *helps, note=note, facts=facts)
 
 
-def _is(argument: Argument, value: object) -> str:
-    """Return a phrase that says what an argument's value is, and the name that it came from."""
+def _describe_value(argument: Argument, value: object) -> str:
+    """Return a phrase with an argument's value, and the name that the value came from."""
     named = argument.word and not isinstance(value, str | AxisSize)
     return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
 
 
-def _choice(word: str, choices: Sequence[str]) -> str:
+def _suggest_choice(word: str, choices: Sequence[str]) -> str:
     near = closest(word, choices)
     listed = f"choose one of {quoted(choices, 12)}"
     return f"did you mean `{near}`? {listed}" if near and len(choices) > 4 else listed
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
-    """The words that an argument of this type may be."""
+    """Return the words that an argument of this type may be."""
     inside = typing.get_args(kind)
     own = tuple(one for one in inside if isinstance(one, str))
     return own + tuple(word for one in inside for word in words_of(one))

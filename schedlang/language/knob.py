@@ -24,7 +24,7 @@ WIDEST = 4096  # an interval with more members is not listed
 
 @dataclass(frozen=True)
 class Knob:
-    """A parameter: its type, its domain (None: anything of the type) and its value."""
+    """A parameter: its type, its domain (None: any value of the type) and its value."""
 
     name: str
     type: str
@@ -35,7 +35,7 @@ class Knob:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """Every value it may have, where they can be listed."""
+        """Every value that the knob may have, where the values can be listed."""
         if self.choices is not None:
             return self.choices
         if self.interval and self.type == "int" and self.interval[1] - self.interval[0] < WIDEST:
@@ -43,49 +43,51 @@ class Knob:
         return (False, True) if self.type == "bool" else ()
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value of the right type lies in the domain."""
+        """Return whether a value of the right type is in the domain."""
         if self.choices is not None:
             return value in self.choices
         return self.interval is None or self.interval[0] <= value <= self.interval[1]
 
 
 def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
-    """The knob of a declaration, set or at its default.
+    """Return the knob of a declaration, with its setting or its default as value.
 
     Refuses S102 (no such type, a value of another type), S103 (outside the domain) and S105 (no
-    value at all).  Settings from a command line are texts.
+    value). Settings from a command line are texts.
     """
     if node.type not in TYPES:
         title = f"a knob cannot be of type `{node.type}`"
         help_ = guess(node.type, TYPES, "choose one of")
         facts = unknown(node.type, TYPES)
         raise Refusal.of("S102", title, Label(node.span), helps=(help_,), facts=facts)
-    choices, interval = _domain(node, names)
+    choices, interval = _evaluate_domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
     if node.name in settings:
-        value, place = _setting(knob, settings[node.name]), node.span
+        value, place = _read_setting(knob, settings[node.name]), node.span
     elif node.default is not None:
-        value, place = _typed(knob, evaluate(node.default, names), node.default.span), None
+        value, place = _check_type(knob, evaluate(node.default, names), node.default.span), None
     else:
         title = f"`{node.name}` has no value"
         help_ = f"set it: `--knob {node.name}=...`, or give it a default"
         raise Refusal.of("S105", title, Label(node.span, "no default"), helps=(help_,))
     if not knob.allows(value):
-        _outside(knob, node, value, from_setting=place is not None)
+        _refuse_outside(knob, node, value, from_setting=place is not None)
     if knob.type == "choice":
         value = Choice.of(str(value), knob.name, [str(option) for option in knob.options])
     return Knob(node.name, node.type, value, choices, interval, node.span)
 
 
-def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[Any, Any] | None]:
+def _evaluate_domain(
+    node: n.Knob, names: Names
+) -> tuple[tuple[Any, ...] | None, tuple[Any, Any] | None]:
     blank = Knob(node.name, node.type, None, None, None, node.span)
     if node.domain is None:
         return None, None
     if isinstance(node.domain, n.Interval):
-        low = _typed(blank, evaluate(node.domain.low, names), node.domain.low.span)
-        high = _typed(blank, evaluate(node.domain.high, names), node.domain.high.span)
+        low = _check_type(blank, evaluate(node.domain.low, names), node.domain.low.span)
+        high = _check_type(blank, evaluate(node.domain.high, names), node.domain.high.span)
         if node.type not in ("int", "float") or low > high:
-            said = (
+            reason = (
                 "the first number is larger than the second"
                 if node.type in ("int", "float")
                 else "numbers only"
@@ -94,18 +96,18 @@ def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[A
             helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
             if node.type not in ("int", "float"):
                 helps = ("list the values: `in [...]`",)
-            raise Refusal.of("S102", title, Label(node.domain.span, said), helps=helps)
+            raise Refusal.of("S102", title, Label(node.domain.span, reason), helps=helps)
         return None, (low, high)
     values = evaluate(node.domain, names)
     if not isinstance(values, tuple) or not values:
         title = "the values of a knob are a list or an interval"
         helps = ("`in [1, 2, 4]`", "`in 1..8`")
         raise Refusal.of("S102", title, Label(node.domain.span), helps=helps)
-    return tuple(_typed(blank, value, node.domain.span) for value in values), None
+    return tuple(_check_type(blank, value, node.domain.span) for value in values), None
 
 
-def _typed(knob: Knob, value: Any, span: Span) -> Any:
-    """The value as one of the knob's type (S102)."""
+def _check_type(knob: Knob, value: Any, span: Span) -> Any:
+    """Return the value converted to the knob's type; refuses S102."""
     kinds: Mapping[str, Callable[[Any], bool]] = {
         "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
         "float": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
@@ -123,11 +125,15 @@ def _typed(knob: Knob, value: Any, span: Span) -> Any:
     return {"int": int, "float": float, "bool": bool}[knob.type](value)
 
 
-def _setting(knob: Knob, given: Any) -> Any:
-    """A setting from outside the file; a text is read as the knob's type asks."""
+def _read_setting(knob: Knob, given: Any) -> Any:
+    """Return a setting from outside the file; a text is parsed as the knob's type."""
     value = given
     if isinstance(given, str) and knob.type != "choice":
-        readers: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _bool}
+        readers: Mapping[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "bool": _parse_bool,
+        }
         try:
             value = readers[knob.type](given)
         except ValueError:
@@ -135,20 +141,20 @@ def _setting(knob: Knob, given: Any) -> Any:
             label = Label(knob.span, f"is of type {knob.type}")
             helps = (f"give it {OF_TYPE[knob.type]}",)
             raise Refusal.of("S102", title, label, helps=helps) from None
-    return _typed(knob, value, knob.span)
+    return _check_type(knob, value, knob.span)
 
 
-def _bool(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     known = {"true": True, "false": False, "1": True, "0": False}
     if text.lower() not in known:
         raise ValueError(text)
     return known[text.lower()]
 
 
-def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
+def _refuse_outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     assert node.domain is not None
-    said = printer.expr(node.domain)
-    many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
+    domain = printer.expr(node.domain)
+    many = f"set `{knob.name}` to one of {domain}" if knob.choices else f"choose from {domain}"
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
     label = Label(node.domain.span, "its allowed values")
@@ -156,7 +162,7 @@ def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
 
 
 def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span) -> None:
-    """Refuse S106 a setting of a knob that the schedule does not have."""
+    """Refuse (S106) a setting of a knob that the schedule does not have."""
     for name in settings:
         if name not in knobs:
             help_ = guess(name, knobs, "its knobs are") if knobs else "it has no knobs"
@@ -168,16 +174,16 @@ def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at:
 def alternatives(
     knobs: Mapping[str, Knob], holds: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
-    """Values of one knob each that would make a requirement hold, as text."""
+    """Return, as text, values of single knobs that would make a requirement hold."""
     found = []
     for knob in knobs.values():
-        fits = [v for v in knob.options if v != knob.value and _tries(holds, {knob.name: v})]
+        fits = [v for v in knob.options if v != knob.value and _holds_with(holds, {knob.name: v})]
         if fits:
             found.append(f"`{knob.name}` may be {listed(fits[:6])}")
     return found
 
 
-def _tries(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str, Any]) -> bool:
+def _holds_with(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str, Any]) -> bool:
     try:
         return holds(changed)
     except Refusal:
@@ -185,5 +191,5 @@ def _tries(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str, Any
 
 
 def decided(knobs: Mapping[str, Knob]) -> str:
-    """tp = 4, pp = 2: what the knobs are set to."""
+    """Format the settings of the knobs: tp = 4, pp = 2."""
     return ", ".join(f"{k.name} = {shown(k.value).strip('`')}" for k in knobs.values())

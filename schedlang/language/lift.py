@@ -1,7 +1,6 @@
-"""Python and the language: values to syntax, and rows as calls.
+"""Conversions between Python and the language: Python values to syntax, and rows to Python calls.
 
-* Python values to syntax: how a call made in Python is written in a schedule.
-* What helps offer, spelled for a caller in Python: rows as calls, names as texts.
+Used by `Schedule`, which records calls as syntax, and for help texts shown to a Python caller.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from schedlang.language.kinds import surface
 from schedlang.language.syntax import KEYWORDS, parse
 from schedlang.language.value import UNITS, Names, Symbolic, evaluate
 
-MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # "40GiB": a number of bytes or seconds
+MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # bytes or seconds: "40GiB"
 
 
-def _operator(op: str, swapped: bool = False) -> Callable[[Remembered, object], Remembered]:
-    """Make the method of an operator, which Python asks of the right value, too (`swapped`)."""
+def _make_operator(op: str, swapped: bool = False) -> Callable[[Remembered, object], Remembered]:
+    """Make the method of an operator; `swapped`: the reflected one, such as `__radd__`."""
 
     def method(self: Remembered, other: object) -> Remembered:
         pair = [self._node, lift(other)]
@@ -39,10 +38,11 @@ def _operator(op: str, swapped: bool = False) -> Callable[[Remembered, object], 
 
 
 class Remembered:
-    """A value that remembers how it was written: a knob, a fact of the model, or their arithmetic.
+    """A value with the expression it was written as: a knob, a fact of the model, or their
+    arithmetic.
 
-    It counts as its value in Python (`if`, `range`, comparisons); given to a schedule it is
-    recorded as the expression.
+    In Python (`if`, `range`, comparisons) it is its value; in a schedule it is recorded as the
+    expression.
     """
 
     def __init__(self, node: n.Expr, names: Callable[[], Names]) -> None:
@@ -50,27 +50,27 @@ class Remembered:
 
     @property
     def value(self) -> Any:
-        """Evaluate the expression with the names of now."""
+        """The value of the expression under the current names."""
         return evaluate(self._node, self._names())
 
-    __add__ = _operator("+")
-    __radd__ = _operator("+", True)
-    __sub__ = _operator("-")
-    __rsub__ = _operator("-", True)
-    __mul__ = _operator("*")
-    __rmul__ = _operator("*", True)
-    __truediv__ = _operator("/")
-    __floordiv__ = _operator("//")
-    __rtruediv__ = _operator("/", True)
-    __rfloordiv__ = _operator("//", True)
-    __mod__ = _operator("%")
-    __rmod__ = _operator("%", True)
-    __eq__ = _operator("==")  # type: ignore[assignment]
-    __ne__ = _operator("!=")  # type: ignore[assignment]
-    __lt__ = _operator("<")
-    __le__ = _operator("<=")
-    __gt__ = _operator(">")
-    __ge__ = _operator(">=")
+    __add__ = _make_operator("+")
+    __radd__ = _make_operator("+", True)
+    __sub__ = _make_operator("-")
+    __rsub__ = _make_operator("-", True)
+    __mul__ = _make_operator("*")
+    __rmul__ = _make_operator("*", True)
+    __truediv__ = _make_operator("/")
+    __floordiv__ = _make_operator("//")
+    __rtruediv__ = _make_operator("/", True)
+    __rfloordiv__ = _make_operator("//", True)
+    __mod__ = _make_operator("%")
+    __rmod__ = _make_operator("%", True)
+    __eq__ = _make_operator("==")  # type: ignore[assignment]
+    __ne__ = _make_operator("!=")  # type: ignore[assignment]
+    __lt__ = _make_operator("<")
+    __le__ = _make_operator("<=")
+    __gt__ = _make_operator(">")
+    __ge__ = _make_operator(">=")
 
     def __hash__(self) -> int:
         return hash(self._node)
@@ -95,7 +95,7 @@ class Remembered:
 
 
 class Facts:
-    """`sch.model.config.n_head`: reads plain data of the model and remembers the path."""
+    """`sch.model.config.n_head`: reads plain data of the model and records the path."""
 
     def __init__(self, parts: tuple[str, ...], holder: object, names: Callable[[], Names]) -> None:
         self._parts, self._holder, self._facts = parts, holder, names
@@ -113,25 +113,25 @@ LEVELS = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2}  # comparisons bind l
 
 
 def _chain(left: n.Expr, op: str, right: n.Expr) -> n.Chain:
-    """`left op right` with the parentheses that keep its meaning, and no others."""
+    """Return `left op right` with only the parentheses that keep its meaning."""
     level = LEVELS.get(op, 0)
     items: tuple[n.Expr | str, ...] = (left,)
     if isinstance(left, n.Chain):
-        binds = _level(left)
+        binds = _precedence(left)
         same = binds == level > 0
         items = left.items if same else (left if binds > level else n.Group((left,)),)
-    if isinstance(right, n.Chain) and _level(right) <= level:
+    if isinstance(right, n.Chain) and _precedence(right) <= level:
         right = n.Group((right,))
     return n.Chain((*items, op, right))
 
 
-def _level(chain: n.Chain) -> int:
+def _precedence(chain: n.Chain) -> int:
     op = chain.items[1]
     return LEVELS.get(op, 0) if isinstance(op, str) else 0
 
 
 def lift(value: object, span: Span = NOWHERE) -> n.Expr:
-    """The expression for a Python value; a text becomes a bare name where it can be one."""
+    """Return the expression for a Python value; a text becomes a bare name where it can be one."""
     if isinstance(value, Remembered):
         return n.placed(value._node, span) if span else value._node
     if isinstance(value, n.Lit):
@@ -155,12 +155,12 @@ def lift(value: object, span: Span = NOWHERE) -> n.Expr:
         return call("S", (value.dim,), {} if blocks == 1 else {"blocks": blocks}, span)
     if isinstance(value, Symbolic):
         return call(value.name, value.args, dict(value.keywords), span)
-    _strange(value, span)
+    _refuse_value(value, span)
 
 
 def _number(value: int | float, span: Span) -> n.Expr:
     if isinstance(value, float) and not math.isfinite(value):
-        _strange(value, span)
+        _refuse_value(value, span)
     literal = n.Lit(repr(abs(value)), span=span)
     return n.Unary("-", literal, span=span) if value < 0 else literal
 
@@ -170,13 +170,13 @@ def _text(value: str, span: Span) -> n.Expr:
     if all(p.isascii() and p.isidentifier() and p not in KEYWORDS for p in parts):
         return n.Name(parts, span=span)
     if '"' in value or "\n" in value:
-        _strange(value, span)
+        _refuse_value(value, span)
     if MEASURED.fullmatch(value):
         return n.Lit(value, span=span)
     return n.Lit(f'"{value}"', span=span)
 
 
-def _strange(value: object, span: Span) -> NoReturn:
+def _refuse_value(value: object, span: Span) -> NoReturn:
     kind = type(value).__name__
     title = "this value has no form in a schedule"
     label = Label(span or python_span(), f"a {kind}: {str(value)[:60]!r}")
@@ -185,7 +185,7 @@ def _strange(value: object, span: Span) -> NoReturn:
 
 
 def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
-    """The call `name(*args, **named)`; `except_=` stands for a word that Python reserves."""
+    """Return the call `name(*args, **named)`; `except_=` stands for a word that Python reserves."""
     given: list[n.Expr | n.Keyword] = [lift(value, span) for value in args]
     for key, value in named.items():
         given.append(n.Keyword(key.rstrip("_"), lift(value, span), span=span))
@@ -193,7 +193,8 @@ def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
 
 
 def row(paths: Sequence[n.Path], call: n.Call, remark: str = "") -> n.Rule | n.Do:
-    """The row of a call at modules, or without any on the whole scope; it stands where that does.
+    """Return the row of a call at modules, or on the whole scope without paths; its span is the
+    call's.
 
     `remark`: its comment.
     """
@@ -207,22 +208,23 @@ def row(paths: Sequence[n.Path], call: n.Call, remark: str = "") -> n.Rule | n.D
 def mesh(
     axes: Mapping[str, object], on: str | None = None, span: Span = NOWHERE, *remarks: str
 ) -> n.Mesh:
-    """The declaration of a mesh; `remarks` are the lines above it."""
+    """Return the declaration of a mesh; `remarks` are the lines above it."""
     args = (n.Keyword(name, lift(size, span), span=span) for name, size in axes.items())
     return n.Mesh(tuple(args), on, remarks=remarks, span=span)
 
 
 def header(class_name: str) -> n.Header:
-    """The header of a schedule for models of a class."""
+    """Return the header of a schedule for models of a class."""
     return n.Header("1", class_name if class_name.isidentifier() else None)
 
 
 def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
-    """The call that makes a bound primitive: what differs from the defaults."""
+    """Return the call that makes a bound primitive, with the arguments that differ from the
+    defaults."""
     own = surface(type(primitive))
     args: list[object] = []
     named: dict[str, object] = {}
-    in_order = True  # as long as no field is left out that may stand without its name
+    in_order = True  # until a positional field is left out
     for field in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, field.name)
         if field.name == own.many:
@@ -243,29 +245,30 @@ OPENED = re.compile(r'step ("[^"]*") relax\(([^)]*)\) \{')
 LOSS = re.compile(r"add to the model file:\n +def loss\(output, batch\):\n +return (.*)")
 RELAX = re.compile(r"relax\(([^)]*)\)")
 OPTION = re.compile(r"--(knob|mesh) (.+)")
-OWN = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # it is Python already
+OWN = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # text that is Python already
 ARGUMENT = re.compile(r"\w+=[^=].*")
 DOTS, HOLE = re.compile(r"\.\.\.?"), "what_you_choose"  # `micro=...` leaves a place to fill in
 _VERIFY = '"verify"'
-CALLED = ("S", "P")  # they are called in Python as in a schedule
+CALLED = ("S", "P")  # placements: called alike in Python and in a schedule
 
 
-class _Unsayable(Exception):
-    """Raised for a statement that has no counterpart of one line in Python."""
+class _NoPythonForm(Exception):
+    """Raised for a statement that has no one-line counterpart in Python."""
 
 
 def spelled(text: str) -> str:
-    """A help with each schedule in it as the call that says the same; the rest stays as it is."""
+    """Return a help text with each schedule fragment in it replaced by the equivalent Python
+    call."""
     if given := LOSS.fullmatch(text):
         return f"give one: `loss=lambda output, batch: {given[1]}`"
-    return QUOTED.sub(lambda found: f"`{_spelled(found[1])}`", text)
+    return QUOTED.sub(lambda found: f"`{_spell_code(found[1])}`", text)
 
 
-def _spelled(said: str) -> str:
+def _spell_code(said: str) -> str:
     if opened := OPENED.fullmatch(said):
-        return f"with sch.step({opened[1]}, {_relaxed(opened[2])}):"
+        return f"with sch.step({opened[1]}, {_relax_argument(opened[2])}):"
     if relaxed := RELAX.fullmatch(said):
-        return f"sch.step(..., {_relaxed(relaxed[1])})"
+        return f"sch.step(..., {_relax_argument(relaxed[1])})"
     if option := OPTION.fullmatch(said):
         settings = ", ".join(option[2].split(","))
         return f"sch.{'set' if option[1] == 'knob' else 'mesh'}({settings})"
@@ -275,30 +278,30 @@ def _spelled(said: str) -> str:
         if ARGUMENT.fullmatch(said):
             given = [
                 one
-                for row in _items(f"x({said})")
+                for row in _parse_statements(f"x({said})")
                 if isinstance(row, n.Do)
                 for one in row.call.args
             ]
-            return ", ".join(_arguments(given)).replace(HOLE, "...")
-        made = [call for item in _items(said) for call in _statement(item)]
-    except (Refusal, _Unsayable, AttributeError):
+            return ", ".join(_format_arguments(given)).replace(HOLE, "...")
+        made = [call for item in _parse_statements(said) for call in _python_calls(item)]
+    except (Refusal, _NoPythonForm, AttributeError):
         return said
     return "; ".join(made).replace(HOLE, "...") or said
 
 
-def _relaxed(names: str) -> str:
+def _relax_argument(names: str) -> str:
     several = [f'"{name.strip()}"' for name in names.split(",")]
     return f"relax={several[0]}" if len(several) == 1 else f"relax=[{', '.join(several)}]"
 
 
-def _items(said: str) -> Sequence[n.Item]:
-    """The statements of a schedule that says just this; Refusal for what is none."""
+def _parse_statements(said: str) -> Sequence[n.Item]:
+    """Parse text as the statements of a schedule; raises Refusal for anything else."""
     quoted = re.split(r'("[^"]*")', said)
     filled = [part if part[:1] == '"' else DOTS.sub(HOLE, part) for part in quoted]
     return parse(Source("", f"schedule 1\n{''.join(filled)}\n")).items
 
 
-def _statement(item: n.Item) -> Iterator[str]:
+def _python_calls(item: n.Item) -> Iterator[str]:
     match item:
         case n.Rule(call=call):
             for path in item.paths:
@@ -306,13 +309,13 @@ def _statement(item: n.Item) -> Iterator[str]:
         case n.Do(call=call):
             known = find(call.name.text)
             if known is None:
-                raise _Unsayable  # a function of Python's, of the model file
-            if known.__name__ == "verify":  # `sch.verify(...)` verifies, here and now
-                yield f"sch.row({', '.join([_VERIFY, *_arguments(call.args)])})"
-            else:  # a module's verb stands behind the module that is spoken of
+                raise _NoPythonForm  # a Python function of the model file
+            if known.__name__ == "verify":  # `sch.verify(...)` would verify now
+                yield f"sch.row({', '.join([_VERIFY, *_format_arguments(call.args)])})"
+            else:  # a module's verb follows the module in question
                 yield f"{'sch' * (known.takes == 'model')}.{_call(call)}"
         case n.Mesh(given, on):
-            names = [*_arguments(given), *([f'on="{on}"'] if on else [])]
+            names = [*_format_arguments(given), *([f'on="{on}"'] if on else [])]
             yield f"sch.mesh({', '.join(names)})"
         case n.Expect(test) | n.Require(test):
             word = type(item).__name__.lower()
@@ -320,24 +323,24 @@ def _statement(item: n.Item) -> Iterator[str]:
         case n.Use(path, None, None):
             yield f'sch.use("{path}")'
         case _:
-            raise _Unsayable
+            raise _NoPythonForm
 
 
 def _call(call: n.Call) -> str:
-    return f"{call.name.text}({', '.join(_arguments(call.args))})"
+    return f"{call.name.text}({', '.join(_format_arguments(call.args))})"
 
 
-def _arguments(given: Sequence[n.Node]) -> Iterator[str]:
+def _format_arguments(given: Sequence[n.Node]) -> Iterator[str]:
     for one in given:
         if isinstance(one, n.Keyword):
             name = f"{one.name}_" if keyword.iskeyword(one.name) else one.name
-            yield f"{name}={_value(one.value)}"
+            yield f"{name}={_format_argument_value(one.value)}"
         else:
-            yield _value(one)
+            yield _format_argument_value(one)
 
 
-def _value(node: n.Node) -> str:
-    """An argument as Python writes it: a bare name is a text there."""
+def _format_argument_value(node: n.Node) -> str:
+    """Format an argument as Python writes it: a bare name is a string there."""
     match node:
         case n.Lit(text):
             constant = {"true": "True", "false": "False"}.get(text)
@@ -347,14 +350,14 @@ def _value(node: n.Node) -> str:
             plain = parts in (("R",), (HOLE,), ("True",), ("False",), ("None",))
             return node.text if plain else f'"{node.text}"'
         case n.List(items):
-            return f"[{', '.join(map(_value, items))}]"
+            return f"[{', '.join(map(_format_argument_value, items))}]"
         case n.Group(items) if len(items) > 1:
-            return f"({', '.join(map(_value, items))})"
+            return f"({', '.join(map(_format_argument_value, items))})"
         case n.Unary("-", operand):
-            return f"-{_value(operand)}"
+            return f"-{_format_argument_value(operand)}"
         case n.Call(name) if name.text in CALLED:
             return _call(node)
-    raise _Unsayable
+    raise _NoPythonForm
 
 
 SPELLED.append(spelled)

@@ -1,4 +1,4 @@
-"""The page of `explain` about a primitive, made from its class alone."""
+"""The page of `schedlang explain NAME` about a primitive, made from its class alone."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ SUBJECT = {
 
 
 def signature(primitive: type[Primitive]) -> str:
-    """shard(col | row | vocab, over=axis, blocks=1): arguments as one writes them."""
-    return f"{primitive.__name__}({', '.join(_parameter(primitive, f) for f in _own(primitive))})"
+    """Return the signature as one writes it: shard(col | row | vocab, over=axis, blocks=1)."""
+    parameters = (_format_parameter(primitive, f) for f in _arguments(primitive))
+    return f"{primitive.__name__}({', '.join(parameters)})"
 
 
 def explain(primitive: type[Primitive]) -> str:
-    """The whole page: signature, documentation, arguments, an example, facets, what it gives up."""
+    """Return the page: signature, documentation, arguments, example, facets and `gives_up`."""
     parts = [signature(primitive), inspect.cleandoc(primitive.__doc__ or "")]
-    told = rows(primitive)
-    if told:
-        width = max(len(name) for name, _ in told)
-        parts.append("\n".join(f"{name:<{width}}  {said}" for name, said in told))
+    arguments = rows(primitive)
+    if arguments:
+        width = max(len(name) for name, _ in arguments)
+        parts.append(
+            "\n".join(f"{name:<{width}}  {description}" for name, description in arguments)
+        )
     parts.append(f"example   {primitive.example}")
     facts = [f"takes     {SUBJECT[primitive.takes]}"]
-    facts += [f"{word:<9} {_names(getattr(primitive, word))}" for word in ("reads", "writes")]
+    facts += [f"{word:<9} {_list_names(getattr(primitive, word))}" for word in ("reads", "writes")]
     facts.append(f"gives up  {gives_up(primitive)}")
-    facts += [f"{word:<9} {said}" for word, said in _order(primitive)]
+    facts += [f"{word:<9} {description}" for word, description in _ordering(primitive)]
     return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
 
 
 def rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
-    """The name of each argument, and what it may be."""
-    return [_row(primitive, f) for f in _own(primitive)]
+    """Return the name of each argument, and a description of its values."""
+    return [_argument_row(primitive, f) for f in _arguments(primitive)]
 
 
 def gives_up(primitive: type[Primitive]) -> str:
     """Describe in words the properties that the result of a primitive may differ in."""
     names: Any = inspect.getattr_static(primitive, "gives_up")
-    return "depends on its arguments" if isinstance(names, property) else _names(names)
+    return "depends on its arguments" if isinstance(names, property) else _list_names(names)
 
 
 def to_json(primitive: type[Primitive]) -> dict[str, object]:
-    """The same page for machines."""
+    """Return the page as plain values."""
     return {
         "name": primitive.__name__,
         "signature": signature(primitive),
@@ -65,41 +68,42 @@ def to_json(primitive: type[Primitive]) -> dict[str, object]:
     }
 
 
-def _own(primitive: Any) -> list[dataclasses.Field[Any]]:
+def _arguments(primitive: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(primitive) if f.init]
 
 
-def _names(names: Any) -> str:
+def _list_names(names: Any) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _default(field: dataclasses.Field[Any]) -> str | None:
+def _format_default(field: dataclasses.Field[Any]) -> str | None:
     if field.default is dataclasses.MISSING:
         return None if field.default_factory is dataclasses.MISSING else ""
     return "none" if field.default is None else shown(field.default).strip("`")
 
 
-def _parameter(primitive: type[Primitive], field: dataclasses.Field[Any]) -> str:
+def _format_parameter(primitive: type[Primitive], field: dataclasses.Field[Any]) -> str:
     kind = surface(primitive).types[field.name]
     mark = getattr(kind, "__metadata__", ("",))[0]
     if mark == REST:
-        return f"name={_short(_element(kind, 1))}, ..."
+        return f"name={_short_type(_element_type(kind, 1))}, ..."
     if mark == MANY:
-        return f"{_short(_element(kind))}, ..."
-    default = _default(field)
+        return f"{_short_type(_element_type(kind))}, ..."
+    default = _format_default(field)
     if default is None:
         first = typing.get_origin(kind) is Literal and not field.kw_only
-        return _short(kind) if first else f"{field.name}={_short(kind)}"
+        return _short_type(kind) if first else f"{field.name}={_short_type(kind)}"
     return f"{field.name}={default}"
 
 
-def _element(kind: Any, place: int | None = None) -> Any:
-    """The type of one of several values of a field; of a pair's value at `place`."""
+def _element_type(kind: Any, place: int | None = None) -> Any:
+    """Return the type of one value of a field that takes several; of a pair, of the value at
+    `place`."""
     one = typing.get_args(typing.get_args(kind)[0])[0]
     return one if place is None else typing.get_args(one)[place]
 
 
-def _short(kind: Any) -> str:
+def _short_type(kind: Any) -> str:
     if kind is Axis:
         return "axis"
     if kind == Axes:
@@ -111,20 +115,22 @@ def _short(kind: Any) -> str:
     return str(getattr(kind, "__name__", describe(kind)))
 
 
-def _row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> tuple[str, str]:
+def _argument_row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> tuple[str, str]:
     kind = surface(primitive).types[field.name]
     mark = getattr(kind, "__metadata__", ("",))[0]
     if mark == REST:
-        return "name=", f"by the name of a tensor: {describe(_element(kind, 1))}"
+        return "name=", f"by the name of a tensor: {describe(_element_type(kind, 1))}"
     if mark == MANY:
-        return field.name, f"any number: {describe(_element(kind))}"
-    default = _default(field)
-    said = f"; {default or 'empty'} unless given" if default is not None else "; must be given"
-    return field.name, describe(kind).replace("`", "") + said
+        return field.name, f"any number: {describe(_element_type(kind))}"
+    default = _format_default(field)
+    default_text = (
+        f"; {default or 'empty'} unless given" if default is not None else "; must be given"
+    )
+    return field.name, describe(kind).replace("`", "") + default_text
 
 
-def _order(primitive: type[Primitive]) -> list[tuple[str, str]]:
-    """Return the verbs that must stand above this one, and below it, at the same module."""
+def _ordering(primitive: type[Primitive]) -> list[tuple[str, str]]:
+    """Return the verbs that must stand above this one, and below this one, at the same module."""
     others = [other for other in registry().values() if other is not primitive]
     above = [o.__name__ for o in others if conflicts(primitive, o) == "clash"]
     below = [o.__name__ for o in others if conflicts(o, primitive) == "clash"]

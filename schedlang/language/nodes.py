@@ -1,6 +1,6 @@
-"""The syntax tree of a schedule: frozen nodes whose equality ignores where they stand.
+"""The syntax tree of a schedule: frozen nodes whose equality ignores their spans.
 
-* Changes of a recorded schedule: its last row taken back, rows of one kind folded into one.
+Also rewrites recorded schedules: drops the last row, folds rows of one kind into one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from schedlang.diagnostics.source import NOWHERE, Span
 
 @dataclass(frozen=True)
 class Node:
-    """A piece of a schedule and its place, which takes no part in equality."""
+    """A node with its span, which takes no part in equality."""
 
     span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Remarked(Node):
-    """A piece with comments of its own, if it was made and not read: those of a row end its line,
-    of a mesh stand above it, of a file below all.  They take no part in equality."""
+    """A node with comments of its own, if it was made and not parsed.
+
+    The comments of a row end its line, those of a mesh stand above it, those of a file below all.
+    They take no part in equality.
+    """
 
     remarks: tuple[str, ...] = field(default=(), compare=False, repr=False, kw_only=True)
 
@@ -90,7 +93,8 @@ class Unary(Node):
 
 @dataclass(frozen=True)
 class Chain(Node):
-    """a op b op c on one level of precedence; names of operators stand between the operands."""
+    """a op b op c on one level of precedence; `items` has the operators' names between the
+    operands."""
 
     items: tuple[Expr | str, ...]
 
@@ -120,7 +124,7 @@ class Slice(Node):
 
 @dataclass(frozen=True)
 class Seg(Node):
-    """One segment of a path and the children picked below it."""
+    """One segment of a path, and the indices that pick children below it."""
 
     text: str
     index: tuple[str | Slice, ...] = ()
@@ -155,7 +159,7 @@ class Rule(Remarked):
 
 @dataclass(frozen=True)
 class Do(Remarked):
-    """A call on the whole scope: primitive(arguments).  `path` is the call's name as parsed."""
+    """A call on the whole scope: primitive(arguments). `path` is the call's name as parsed."""
 
     path: Path
     call: Call
@@ -308,7 +312,7 @@ class Header(Node):
 
 @dataclass(frozen=True)
 class Comment:
-    """A comment with its sign, at its place."""
+    """A comment with its `#`, and its span."""
 
     text: str
     span: Span
@@ -316,7 +320,7 @@ class Comment:
 
 @dataclass(frozen=True)
 class File(Remarked):
-    """A whole schedule; comments belong to the text, not to the tree, and are not compared."""
+    """A whole schedule; comments are part of the text, not of the tree, and are not compared."""
 
     header: Header
     items: tuple[Item, ...]
@@ -324,12 +328,12 @@ class File(Remarked):
 
     @property
     def text(self) -> str:
-        """The text in which it stands."""
+        """The text that the file was parsed from."""
         return self.span.source.text
 
 
 def walk(node: object) -> Iterator[Node]:
-    """The node and everything below it, in the order of the text."""
+    """Yield a node and all nodes below it, in the order of the text."""
     waiting = [node]
     while waiting:
         one = waiting.pop()
@@ -338,36 +342,38 @@ def walk(node: object) -> Iterator[Node]:
         elif isinstance(one, Node):
             yield one
             kind = type(one)
-            if kind not in _INNER:
-                own = [f.name for f in reversed(fields(kind)) if f.type not in _WORDS]
-                _INNER[kind] = tuple(name for name in own if name not in ("span", "comments"))
-            waiting.extend(getattr(one, name) for name in _INNER[kind])
+            if kind not in _NODE_FIELDS:
+                own = [f.name for f in reversed(fields(kind)) if f.type not in _TEXT_TYPES]
+                _NODE_FIELDS[kind] = tuple(name for name in own if name not in ("span", "comments"))
+            waiting.extend(getattr(one, name) for name in _NODE_FIELDS[kind])
 
 
-_WORDS = ("str", "str | None", "tuple[str, ...]", "bool")
-_INNER: dict[type[Node], tuple[str, ...]] = {}  # the fields that may hold nodes, the last first
+_TEXT_TYPES = ("str", "str | None", "tuple[str, ...]", "bool")
+_NODE_FIELDS: dict[type[Node], tuple[str, ...]] = {}  # fields that may hold nodes, last first
 
 
 def placed(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({})) -> Any:
-    """The same tree with every node standing at `span`; one whose `id` is known, and what is below
-    it, at its own."""
+    """Return the same tree with all spans set to `span`.
+
+    A node whose `id` is in `known` gets that span, and so do the nodes below it.
+    """
     if isinstance(node, tuple):
         return tuple(placed(item, span, known) for item in node)
     if not isinstance(node, Node):
         return node
     span = known.get(id(node), span)
-    gone = ("span", "remarks") if known else ("span",)  # in a text they are comments of it
-    own = (f.name for f in fields(node) if f.name not in gone)
+    dropped = ("span", "remarks") if known else ("span",)  # the printed text has them as comments
+    own = (f.name for f in fields(node) if f.name not in dropped)
     parts = {name: placed(getattr(node, name), span, known) for name in own}
     return type(node)(**parts, span=span)
 
 
-Fold: TypeAlias = Rule | At  # what may be said of one module after the other
-Family: TypeAlias = tuple[Any, int]  # a statement without one of its numbers, and its place
+Fold: TypeAlias = Rule | At  # statements that may name one module after the other
+Family: TypeAlias = tuple[Any, int]  # a statement without one number, and the number's place
 
 
 def without_last(items: Sequence[Any]) -> list[Any]:
-    """The items without the last row; a step or scope left empty goes with it."""
+    """Return the items without the last row; a step or scope that becomes empty is dropped too."""
     *rest, last = items or (None,)
     if isinstance(last, Step | At) and last.block.body:
         body = without_last(last.block.body)
@@ -377,27 +383,28 @@ def without_last(items: Sequence[Any]) -> list[Any]:
 
 
 def folded(items: Sequence[Any], same: Callable[[Sequence[Any]], bool]) -> list[Any]:
-    """The items with `h.0` to `h.11` as `h[:12]`, wherever `same` finds that nothing changes.
+    """Fold rows for `h.0` to `h.11` into one for `h[:12]`, wherever `same` returns true for the
+    result.
 
-    Rows between rows of the same kind may change places: `same` has the word.
+    Folding may move rows past rows of the same kind: `same` decides whether that changes anything.
     """
     found = list(items)
     for place in range(len(found)):
         if isinstance(found[place], Step | At):
-            inner = _inside(found, place, same)
+            inner = _fold_body(found, place, same)
             found[place] = replace(found[place], block=replace(found[place].block, body=inner))
     tried: set[Family] = set()
-    while (family := next((f for f in _families(found) if f not in tried), None)) is not None:
+    while (family := next((f for f in _find_families(found) if f not in tried), None)) is not None:
         tried.add(family)
-        made = _fold(found, family)
+        made = _fold_family(found, family)
         found = made if same(made) else found
     return found
 
 
-def _inside(
+def _fold_body(
     items: Sequence[Any], place: int, same: Callable[[Sequence[Any]], bool]
 ) -> tuple[Any, ...]:
-    """The body of a step or a scope, folded as the whole allows."""
+    """Fold the body of a step or a scope as far as `same` allows for all items."""
     outer = items[place]
 
     def still(body: Sequence[Any]) -> bool:
@@ -407,21 +414,21 @@ def _inside(
     return tuple(folded(outer.block.body, still))
 
 
-def _families(items: Sequence[Any]) -> Iterator[Family]:
-    """Yield the forms that at least two statements share, but for one number that goes up
+def _find_families(items: Sequence[Any]) -> Iterator[Family]:
+    """Yield the forms that at least two statements share, except for one number that rises
     evenly."""
     seen: dict[Family, list[int]] = {}
     for item in items:
-        for place, number in _numbers(item):
-            seen.setdefault((_without(item, place), place), []).append(number)
+        for place, number in _find_numbers(item):
+            seen.setdefault((_without_number(item, place), place), []).append(number)
     for family, numbers in seen.items():
         steps = {b - a for a, b in zip(numbers, numbers[1:])}
         if len(steps) == 1 and min(steps) > 0:
             yield family
 
 
-def _numbers(item: Any) -> Iterator[tuple[int, int]]:
-    """Places and values of the numbers in the one path of a statement: h.3.mlp has 3, at 1."""
+def _find_numbers(item: Any) -> Iterator[tuple[int, int]]:
+    """Yield place and value of each number in the only path of a statement: h.3.mlp has 3, at 1."""
     paths = item.paths if isinstance(item, Rule | At) else ()
     for place, seg in enumerate(paths[0].segs) if len(paths) == 1 else ():
         before = paths[0].segs[place - 1] if place else None
@@ -429,19 +436,19 @@ def _numbers(item: Any) -> Iterator[tuple[int, int]]:
             yield place, int(seg.text)
 
 
-def _without(item: Fold, place: int) -> Fold:
+def _without_number(item: Fold, place: int) -> Fold:
     path = item.paths[0]
     segs = (*path.segs[:place], replace(path.segs[place], text=""), *path.segs[place + 1 :])
     return replace(item, paths=(replace(path, segs=segs),))
 
 
-def _fold(items: Sequence[Any], family: Family) -> list[Any]:
-    """One statement where the first of a family stands, in the place of all."""
+def _fold_family(items: Sequence[Any], family: Family) -> list[Any]:
+    """Replace the statements of a family by one, at the place of the first."""
     like, place = family
     mine = [
-        (item, dict(_numbers(item))[place])
+        (item, dict(_find_numbers(item))[place])
         for item in items
-        if place in dict(_numbers(item)) and _without(item, place) == like
+        if place in dict(_find_numbers(item)) and _without_number(item, place) == like
     ]
     numbers = [number for _, number in mine]
     step = numbers[1] - numbers[0]
@@ -455,5 +462,5 @@ def _fold(items: Sequence[Any], family: Family) -> list[Any]:
     head = replace(path.segs[place - 1], index=(bounds,))
     segs = (*path.segs[: place - 1], head, *path.segs[place + 1 :])
     one = replace(first, paths=(replace(path, segs=segs),))
-    gone = {id(item) for item, _ in mine[1:]}
-    return [one if item is first else item for item in items if id(item) not in gone]
+    folded_ids = {id(item) for item, _ in mine[1:]}
+    return [one if item is first else item for item in items if id(item) not in folded_ids]

@@ -1,4 +1,7 @@
-"""Pattern: a function of tensors as a schedule writes it, `pattern name(x, b) { gelu(x + b) }`."""
+"""Patterns: functions of tensors that a schedule declares, `pattern name(x, b) { gelu(x + b) }`.
+
+Parsed from the syntax tree here; fusion matches them against the graph of a module.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 
-# what a pattern may be made of: a function of torch, and the order of its arguments in a pattern;
-# what torch has besides (shapes, flags) is told by name, or left open
+# the functions of torch that a pattern may use, and the order of their positional arguments there;
+# other arguments (shapes, flags) are given by name (`NAMED`), or match anything
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -61,7 +64,7 @@ OPERATORS: Mapping[str, str] = {"+": "add", "-": "sub", "*": "mul", "/": "div", 
 
 @dataclass(frozen=True)
 class Var:
-    """A parameter of a pattern: any value, the same at every place."""
+    """A parameter of a pattern: matches any value, the same value at every use."""
 
     name: str
 
@@ -71,7 +74,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Const:
-    """A literal, which must be the very one."""
+    """A literal: matches only an equal value."""
 
     value: Any
 
@@ -81,7 +84,8 @@ class Const:
 
 @dataclass(frozen=True)
 class Op:
-    """A function of torch and what it is given, by name; what is left out may be anything."""
+    """A function of torch and its arguments by name; an argument that is left out may be
+    anything."""
 
     name: str
     given: tuple[tuple[str, Term], ...]
@@ -91,7 +95,7 @@ class Op:
 
     @property
     def size(self) -> int:
-        """The number of functions that the pattern is made of."""
+        """The number of functions in the pattern."""
         return 1 + sum(term.size for _, term in self.given if isinstance(term, Op))
 
 
@@ -109,31 +113,33 @@ class Pattern:
 
 
 def declared(node: n.Pattern) -> Pattern:
-    """The pattern that a declaration says; S885 where it cannot be one."""
+    """Return the pattern of a declaration; refuses S885 where the declaration is not a valid
+    pattern."""
     params = tuple(p.name for p in node.params)
     for given in node.params:
         if given.type or given.default is not None:
-            _refused("a pattern's parameters are tensors", given, f"write `{given.name}`")
+            _refuse("a pattern's parameters are tensors", given, f"write `{given.name}`")
     body = _term(node.body, params)
     if not isinstance(body, Op):
-        _refused(
+        _refuse(
             "a pattern must be a function of its parameters", node.body, "for example `gelu(x + b)`"
         )
     idle = [name for name in params if name not in _names(body)]
     if idle:
-        _refused(f"the pattern does not use `{idle[0]}`", node, "drop it")
+        _refuse(f"the pattern does not use `{idle[0]}`", node, "drop it")
     return Pattern(node.name, params, body, printer.head(node))
 
 
 def read(text: str) -> Pattern:
-    """The pattern of a declaration's text."""
+    """Parse the text of a declaration into a pattern."""
     return declared(node_of(text))
 
 
 def node_of(text: str) -> n.Pattern:
-    """The declaration in a text, with or without its keyword."""
-    said = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
-    items = parse(Source("<string>", f"schedule 1\n{said}\n")).items
+    """Parse the text of a declaration, with or without its keyword `pattern`, into a syntax
+    node."""
+    declaration = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
+    items = parse(Source("<string>", f"schedule 1\n{declaration}\n")).items
     if len(items) != 1 or not isinstance(items[0], n.Pattern):
         raise Refusal.of(
             "S885",
@@ -147,7 +153,7 @@ def _literal(text: str, node: n.Node) -> Any:
     try:
         return {"true": True, "false": False}[text] if text in ("true", "false") else _plain(text)
     except ValueError:
-        _refused(
+        _refuse(
             f"`{text}` is not a number", node, "a pattern may contain plain numbers and strings"
         )
 
@@ -182,14 +188,14 @@ def _term(node: n.Node, params: Sequence[str]) -> Term:
             return _chain(node, items, params)
         case n.Call():
             return _call(node, params)
-    _refused("a pattern may contain functions, operators and literals", node)
+    _refuse("a pattern may contain functions, operators and literals", node)
 
 
 def _chain(node: n.Node, items: Sequence[Any], params: Sequence[str]) -> Term:
     left = _term(items[0], params)
     for op, right in zip(items[1::2], items[2::2], strict=True):
         if op not in OPERATORS:
-            _refused(
+            _refuse(
                 f"`{op}` is not allowed in a pattern", node, f"allowed are {', '.join(OPERATORS)}"
             )
         left = Op(OPERATORS[op], (("input", left), ("other", _term(right, params))))
@@ -201,21 +207,21 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     if name not in FUNCTIONS:
         title = f"the function `{name}` is not allowed in a pattern"
         facts = unknown(name, FUNCTIONS)
-        _refused(title, node.name, guess(name, FUNCTIONS, "it knows"), facts=facts)
+        _refuse(title, node.name, guess(name, FUNCTIONS, "it knows"), facts=facts)
     order, given = FUNCTIONS[name], {}
     free = list(order)
     for arg in node.args:
         word = arg.name if isinstance(arg, n.Keyword) else free[0] if free else ""
         if word not in (*order, *NAMED.get(name, ())):
-            said = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
-            _refused(f"`{name}` takes no such argument", arg, f"it takes {said}")
+            accepted = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
+            _refuse(f"`{name}` takes no such argument", arg, f"it takes {accepted}")
         if word in free:
             free.remove(word)
         given[word] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)
     if order[0] not in given:
-        _refused(f"`{name}` needs an argument", node, f"write `{name}(x)`")
+        _refuse(f"`{name}` needs an argument", node, f"write `{name}(x)`")
     return Op(name, tuple(given.items()))
 
 
-def _refused(title: str, node: n.Node, *helps: str, facts: Facts = ()) -> NoReturn:
+def _refuse(title: str, node: n.Node, *helps: str, facts: Facts = ()) -> NoReturn:
     raise Refusal.of("S885", title, Label(node.span), helps=helps, facts=facts)

@@ -1,9 +1,8 @@
-"""Syntax tree to canonical text: expressions, selectors and heads on one line; whole files.
+"""Printer: a syntax tree as canonical text (`schedlang fmt`, `to_sched`).
 
-* Expressions, selectors and heads of statements as canonical text on one line.
-* Rows of a formatted file to text: runs of rules at one depth share their columns.
-* Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept.
-* A tree that was made, not read, as it stands in its own text.
+* Expressions, selectors and heads of statements on one line.
+* Whole files: two spaces of indent, aligned columns for runs of rules, comments kept.
+* `standing`: a tree that was made, not read, with spans in its own canonical text.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from schedlang.language.syntax import parse
 
 
 def expr(node: n.Node | str) -> str:
-    """An expression, an argument or an operator as text."""
+    """Print an expression, an argument or an operator."""
     match node:
         case str():
             return node
@@ -45,12 +44,12 @@ def expr(node: n.Node | str) -> str:
 
 
 def args(given: Sequence[n.Node]) -> str:
-    """Arguments in their parentheses."""
+    """Print arguments in their parentheses."""
     return f"({', '.join(map(expr, given))})"
 
 
 def index(item: str | n.Slice) -> str:
-    """One index of a selector."""
+    """Print one index of a selector."""
     if isinstance(item, str):
         return item
     text = f"{item.start or ''}:{item.stop or ''}"
@@ -58,48 +57,52 @@ def index(item: str | n.Slice) -> str:
 
 
 def seg(node: n.Seg) -> str:
-    """One segment of a selector with its indices."""
+    """Print one segment of a selector with its indices."""
     return node.text + (f"[{', '.join(map(index, node.index))}]" if node.index else "")
 
 
 def path(node: n.Path) -> str:
-    """A selector."""
+    """Print a selector."""
     kind = f":{node.type}" if node.type else ""
     return ".".join(map(seg, node.segs)) + "?" * node.maybe + kind
 
 
 def params(given: Sequence[n.Param]) -> str:
-    """The parameters of a def or a pattern."""
+    """Print the parameters of a def or a pattern."""
     return f"({', '.join(map(param, given))})"
 
 
 def param(node: n.Param) -> str:
-    """name: type = default, or name=default."""
+    """Print a parameter: `name: type = default`, or `name=default`."""
     kind = f": {node.type}" if node.type else ""
     equals = " = " if node.type else "="
     return node.name + kind + (equals + expr(node.default) if node.default is not None else "")
 
 
 def head(node: n.Node) -> str:
-    """A declaration on one line, or the part of a statement before its brace."""
+    """Print a declaration on one line, or the part of a statement before its brace."""
     match node:
         case n.Header(version, model):
-            return f"schedule {version}" + _if(" for ", model)
+            return f"schedule {version}" + _prefix_text(" for ", model)
         case n.Use(file, alias, given):
-            return f'use "{file}"' + _if(" as ", alias) + (f" {args(given)}" if given else "")
+            return (
+                f'use "{file}"' + _prefix_text(" as ", alias) + (f" {args(given)}" if given else "")
+            )
         case n.Mesh(given, on):
             name = on if on is None or on.isidentifier() else f'"{on}"'
-            return f"mesh{args(given)}" + _if(" on ", name)
+            return f"mesh{args(given)}" + _prefix_text(" on ", name)
         case n.View(name, size, axes):
-            return f"view {name}" + _opt(" = ", size) + f" of ({', '.join(axes)})"
+            return f"view {name}" + _prefix_expr(" = ", size) + f" of ({', '.join(axes)})"
         case n.Knob(name, kind, default, domain):
-            return f"knob {name}: {kind}" + _opt(" = ", default) + _opt(" in ", domain)
+            return (
+                f"knob {name}: {kind}" + _prefix_expr(" = ", default) + _prefix_expr(" in ", domain)
+            )
         case n.Require(test):
             return f"require {expr(test)}"
         case n.Search(how, limit):
             return f"search {how} {limit.name} = {expr(limit.value)}"
         case n.Expect(test, on):
-            return f"expect {expr(test)}" + _if(" on ", on)
+            return f"expect {expr(test)}" + _prefix_text(" on ", on)
         case n.Drop(name):
             return f'drop step "{name}"'
         case n.Pattern(name, given, body):
@@ -116,7 +119,7 @@ def _block_head(node: n.Node) -> str:
         case n.Override(step):
             return f"override {_block_head(step)}"
         case n.At(paths, where, except_, _):
-            text = "at " + ", ".join(map(path, paths)) + _opt(" where ", where)
+            text = "at " + ", ".join(map(path, paths)) + _prefix_expr(" where ", where)
             return text + (" except " + ", ".join(map(path, except_)) if except_ else "")
         case n.When(test, _, _):
             return f"when {expr(test)}"
@@ -124,22 +127,22 @@ def _block_head(node: n.Node) -> str:
 
 
 def statement(node: n.Rule | n.Do) -> str:
-    """A row on one line."""
+    """Print a row on one line."""
     if isinstance(node, n.Do):
         return path(node.path) + args(node.call.args)
     return f"{paths(node.paths)}  {expr(node.call)}"
 
 
 def paths(several: Sequence[n.Path]) -> str:
-    """Selectors that stand side by side."""
+    """Print several selectors, separated by commas."""
     return ", ".join(map(path, several))
 
 
-def _if(before: str, text: str | None) -> str:
+def _prefix_text(before: str, text: str | None) -> str:
     return before + text if text else ""
 
 
-def _opt(before: str, node: n.Node | None) -> str:
+def _prefix_expr(before: str, node: n.Node | None) -> str:
     return before + expr(node) if node is not None else ""
 
 
@@ -148,7 +151,8 @@ INDENT = "  "
 
 @dataclass
 class Row:
-    """One line to be: `right` is set for a rule, whose second column is aligned with its run's."""
+    """One line of output; `right` is set for a rule: the column that is aligned within a run of
+    rules."""
 
     depth: int
     left: str
@@ -157,27 +161,27 @@ class Row:
 
     @property
     def shown(self) -> str:
-        """The statement: of a rule what stands behind its paths."""
+        """The statement of the line: for a rule, the call after its paths."""
         return self.left if self.right is None else self.right
 
     def begins(self, line: str) -> int:
-        """The column of that in the line of the text."""
+        """Return the column, from 1, at which the statement begins in the printed line `line`."""
         before = len(INDENT) * self.depth + len(self.left) * (self.right is not None)
         return line.index(self.shown, before) + 1
 
     @property
     def opens(self) -> bool:
-        """The first line of a block."""
+        """Whether the line opens a block."""
         return self.left.endswith("{") and not self.left.startswith("#")
 
 
 def lay_out(rows: list[Row]) -> str:
-    """The text of all rows, each line ended."""
-    return "".join(line.rstrip() + "\n" for run in _runs(rows) for line in _aligned(run))
+    """Return the text of all rows, each line ended."""
+    return "".join(line.rstrip() + "\n" for run in _rule_runs(rows) for line in _align_run(run))
 
 
-def _runs(rows: list[Row]) -> Iterator[list[Row]]:
-    """Maximal runs of rules at one depth; every other row is a run of its own."""
+def _rule_runs(rows: list[Row]) -> Iterator[list[Row]]:
+    """Yield maximal runs of rules at one depth; every other row is a run of its own."""
     run: list[Row] = []
     for row in rows:
         together = run and row.right is not None and run[-1].right is not None
@@ -191,7 +195,7 @@ def _runs(rows: list[Row]) -> Iterator[list[Row]]:
         yield run
 
 
-def _aligned(run: list[Row]) -> list[str]:
+def _align_run(run: list[Row]) -> list[str]:
     width = max(len(row.left) for row in run)
     texts = []
     for row in run:
@@ -205,17 +209,18 @@ WIDTH = 88
 
 
 def fmt(source: Source) -> str:
-    """The canonical form of a schedule; a pure function that knows no primitive."""
+    """Return the canonical form of a schedule; knows no primitive."""
     return to_text(parse(source))
 
 
 def to_text(file: n.File) -> str:
-    """A tree as canonical text.  Nodes that do not stand in `file`'s own text may be mixed in."""
+    """Print a tree as canonical text. Nodes whose spans are outside `file`'s own text may be mixed
+    in."""
     return Printer(file).print()
 
 
 def standing(file: n.File, name: str) -> n.File:
-    """The same tree as it stands in its own canonical text, the source of its spans."""
+    """Print a tree, and return it with spans in its printed text, a source named `name`."""
     printer = Printer(file)
     source = Source(name, printer.print())
     lines = {id(row): k for k, row in enumerate(printer.rows, 1)}
@@ -226,15 +231,16 @@ def standing(file: n.File, name: str) -> n.File:
         return Span(source, start, columns[0], end, columns[1])
 
     known = {node: span(*rows) for node, rows in printer.places.items()}
-    said = ((row.comment or row.left, row) for row in printer.rows)
-    comments = (n.Comment(text, span(row, row)) for text, row in said if text.startswith("#"))
+    texts = ((row.comment or row.left, row) for row in printer.rows)
+    comments = (n.Comment(text, span(row, row)) for text, row in texts if text.startswith("#"))
     whole = Span(source, 1, 1, len(source.lines), 1)
     placed: n.File = n.placed(file, whole, known)
     return replace(placed, comments=tuple(comments))
 
 
 class Printer:
-    """Walks a file once, taking each comment from the queue when its line has passed."""
+    """Walks a file once, and takes each comment from the queue when the walk has passed its
+    line."""
 
     def __init__(self, file: n.File) -> None:
         self.file = file
@@ -245,71 +251,73 @@ class Printer:
         self.places: dict[int, tuple[Row, Row]] = {}  # the first and last row of statements, blocks
 
     def print(self) -> str:
-        """The whole file."""
+        """Print the whole file."""
         header = self.file.header
-        self._leading(header)
+        self._put_leading(header)
         self._put(head(header))
         self.places[id(header)] = self.rows[-1], self.rows[-1]
-        self._trailing(self._line(header))
+        self._attach_comment(self._start_line(header))
         before: n.Item | None = None
         for item in self.file.items:
-            self._leading(item, apart=_apart(before, item))
+            self._put_leading(item, apart=_needs_blank_line(before, item))
             self._statement(item)
             before = item
-        self._remaining(10**9)
+        self._put_comments_before(10**9)
         for text in ("", *self.file.remarks) if self.file.remarks else ():
             self._put(text)
         return lay_out(self.rows)
 
     # ---- lines of the original ----------------------------------------------------------
 
-    def _line(self, node: n.Node) -> int:
-        """The line on which the node begins; 0 for a node that stands elsewhere."""
+    def _start_line(self, node: n.Node) -> int:
+        """Return the line on which the node begins; 0 for a node of another text."""
         return node.span.line if node.span.source is self.file.span.source else 0
 
-    def _end(self, node: n.Node) -> int:
+    def _end_line(self, node: n.Node) -> int:
         return node.span.end_line if node.span.source is self.file.span.source else 0
 
     def _put(self, left: str, right: str | None = None) -> None:
         self.rows.append(Row(self.depth, left, right))
 
-    def _gap(self, line: int) -> bool:
-        """Keep one of the author's blank lines, unless it stands just inside a brace."""
+    def _keep_blank_line(self, line: int) -> bool:
+        """Keep one of the author's blank lines, unless it stands directly inside a brace."""
         kept = bool(self.last and line > self.last + 1 and self.rows and not self.rows[-1].opens)
         if kept:
             self.rows.append(Row(0, ""))
         self.last = line
         return kept
 
-    def _remaining(self, line: int) -> bool:
-        """The comments above `line`, on lines of their own; whether a blank line came with one."""
+    def _put_comments_before(self, line: int) -> bool:
+        """Put the comments above `line` on lines of their own; return whether a blank line was
+        kept."""
         blank = False
         while self.comments and self.comments[0].span.line < line:
             comment = self.comments.pop(0)
-            blank |= self._gap(comment.span.line)
+            blank |= self._keep_blank_line(comment.span.line)
             self._put(comment.text)
         return blank
 
-    def _leading(self, node: n.Node, apart: bool = False) -> None:
-        """Comments and blank lines above a node; `apart` asks for at least one blank line."""
-        line, start = self._line(node), len(self.rows)
+    def _put_leading(self, node: n.Node, apart: bool = False) -> None:
+        """Put the comments and blank lines above a node; `apart` demands at least one blank
+        line."""
+        line, start = self._start_line(node), len(self.rows)
         if line:
             inside = self._head_end(node)
-            blank = self._remaining(inside)
+            blank = self._put_comments_before(inside)
             self.last = min(self.last, line)
-            blank |= self._gap(line) if self.last < line else False
+            blank |= self._keep_blank_line(line) if self.last < line else False
             self.last = line
             apart = apart and not blank
         if apart and self.rows:
             self.rows.insert(start, Row(0, ""))
 
     def _head_end(self, node: n.Node) -> int:
-        """The first line whose comments no longer belong above the node."""
+        """Return the first line whose comments do not belong above the node."""
         block = _first_block(node)
-        return max(self._line(node), block.span.line if block else self._end(node))
+        return max(self._start_line(node), block.span.line if block else self._end_line(node))
 
-    def _trailing(self, line: int) -> None:
-        """The comment that ends `line` of the original ends the row just printed."""
+    def _attach_comment(self, line: int) -> None:
+        """Attach the comment at the end of line `line` of the original to the row just printed."""
         if line and self.comments and self.comments[0].span.line == line and self.rows:
             self.rows[-1].comment = self.comments.pop(0).text
         self.last = max(self.last, line)
@@ -336,10 +344,10 @@ class Printer:
         self.places[id(node)] = self.rows[known], self.rows[-1]
         if isinstance(node, n.Rule | n.Do) and node.remarks:
             self.rows[-1].comment = " ".join(node.remarks)
-        self._trailing(self._end(node))
+        self._attach_comment(self._end_line(node))
 
     def _call(self, left: str, name: str, given: Sequence[n.Node]) -> None:
-        """A row; one argument per line where it would grow too long."""
+        """Put a row; one argument per line where the row would be too long."""
         text = name + args(given)
         size = len(INDENT) * self.depth + len(left) + len("  ") * bool(left) + len(text)
         first = text if size <= WIDTH or not given else name + "("
@@ -350,19 +358,19 @@ class Printer:
             self._put(")")
 
     def _at(self, node: n.At, block: n.Block) -> None:
-        """An `at` with one call and room stays on one line."""
+        """Put an `at`: on one line if it holds one call, has no comment and fits."""
         start = head(node)
         if len(block.body) == 1 and isinstance(block.body[0], n.Do):
             line = f"{start} {{ {statement(block.body[0])} }}"
-            said = block.body[0].remarks or self._holds_comment(block)
-            if len(INDENT) * self.depth + len(line) <= WIDTH and not said:
+            has_comment = block.body[0].remarks or self._holds_comment(block)
+            if len(INDENT) * self.depth + len(line) <= WIDTH and not has_comment:
                 self._put(line)
                 return
         self._block(start, block)
 
     def _holds_comment(self, block: n.Block) -> bool:
         """Return whether a comment stands between the braces."""
-        return bool(self.comments) and self.comments[0].span.line < self._end(block)
+        return bool(self.comments) and self.comments[0].span.line < self._end_line(block)
 
     def _block(self, start: str, block: n.Block) -> None:
         if not block.body and not self._holds_comment(block):
@@ -384,19 +392,19 @@ class Printer:
             self.rows[-1].left = "} else {}"
 
     def _body(self, block: n.Block, close: str = "}") -> None:
-        opened, line = self.rows[-1], self._line(block)
-        first = next(filter(None, map(self._line, block.body)), 0)
+        opened, line = self.rows[-1], self._start_line(block)
+        first = next(filter(None, map(self._start_line, block.body)), 0)
         if line and first != line:
-            self._trailing(line)
+            self._attach_comment(line)
         self.depth += 1
         for node in block.body:
-            self._leading(node)
+            self._put_leading(node)
             self._statement(node)
-        self._remaining(self._end(block))
+        self._put_comments_before(self._end_line(block))
         self.depth -= 1
         self._put(close)
         self.places[id(block)] = opened, self.rows[-1]
-        self.last = max(self.last, self._end(block))
+        self.last = max(self.last, self._end_line(block))
 
 
 def _first_block(node: n.Node) -> n.Block | None:
@@ -408,7 +416,7 @@ def _first_block(node: n.Node) -> n.Block | None:
     return None
 
 
-def _apart(before: n.Item | None, item: n.Item) -> bool:
+def _needs_blank_line(before: n.Item | None, item: n.Item) -> bool:
     """Return whether a blank line must stand between two items at the top of a file."""
     blocks = n.Step | n.Def | n.Override
     same = type(before) is type(item)

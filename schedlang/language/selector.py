@@ -1,4 +1,7 @@
-"""A path and a tree of modules to the modules it names, in model order."""
+"""Selectors: find the modules that a path names in a tree of modules, in model order.
+
+Used when a schedule's rows are bound to a model, and by editors for completion.
+"""
 
 from __future__ import annotations
 
@@ -18,62 +21,63 @@ from schedlang.language import printer
 from schedlang.language.nodes import walk
 from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, evaluate, reached, shown
 
-SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
+SEEN = ("params", "dtype", "fqn", "index")  # names that a `where` finds at every module
 
 
 class Typed(Protocol):
-    """A parameter, as far as `where` sees it."""
+    """A parameter, as far as a `where` condition reads it."""
 
     @property
     def dtype(self) -> str:
-        """The name of the element type: float32."""
+        """The name of the element type, for example float32."""
 
 
 class Tree(Protocol):
-    """The part of a model that selectors read; modules have PyTorch's names, "" is the model."""
+    """The part of a model that selectors read. Modules have PyTorch's names; "" is the model."""
 
     def children(self, fqn: str) -> Sequence[str]:
-        """The names of a module's direct children, in order."""
+        """Return the names of a module's direct children, in order."""
 
     def class_names(self, fqn: str) -> tuple[str, ...]:
-        """The plain names of a module's class and of its bases."""
+        """Return the plain names of a module's class and of its base classes."""
 
     def attribute(self, fqn: str, name: str) -> object:
-        """A plain attribute of a module, or AttributeError."""
+        """Return a plain attribute of a module; raise AttributeError if the module has none."""
 
     def attributes(self, fqn: str) -> Sequence[str]:
-        """The public names of a module's own attributes."""
+        """Return the public names of the module's own attributes."""
 
     def numel(self, fqn: str) -> int:
-        """The number of elements of a module's parameters, those of its children included."""
+        """Return the number of elements of the parameters of a module and of its children."""
 
     def below(self, fqn: str) -> Sequence[Typed]:
-        """The parameters of a module and its children."""
+        """Return the parameters of a module and of its children."""
 
 
 class Found(NamedTuple):
-    """Modules found under one outer match; `loose` once a `**` has been passed."""
+    """Modules matched below one outer match `root`; `after_globstar`: the path has passed a
+    `**`."""
 
     root: str
     modules: tuple[str, ...]
-    loose: bool = False
+    after_globstar: bool = False
 
 
 @dataclass(eq=False)
 class Selector:
-    """Resolves paths against one tree; the order of modules is found once."""
+    """Resolves paths against one tree; finds the order of the tree's modules once."""
 
     tree: Tree
-    _known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
-    _named: dict[tuple[str, Sequence[str]], Sequence[str]] = field(default_factory=dict)
+    _selected: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
+    _matches: dict[tuple[str, Sequence[str]], Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """The place of every module in model order."""
+        """The position of every module in model order."""
         return {fqn: place for place, fqn in enumerate(self.descend(""))}
 
     def descend(self, fqn: str) -> Iterator[str]:
-        """A module and everything below it, in model order."""
+        """Yield a module and all modules below it, in model order."""
         waiting = [fqn]
         while waiting:
             fqn = waiting.pop()
@@ -83,7 +87,7 @@ class Selector:
                 waiting += [prefix + name for name in reversed(there)]
 
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """Model order, each module once."""
+        """Return the modules in model order, each once."""
         modules = tuple(modules)
         if len(modules) < 2:
             return modules
@@ -95,84 +99,90 @@ class Selector:
     # ---- paths ----------------------------------------------------------------------------
 
     def select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
-        """The modules that `path` names below each of `roots`.
+        """Return the modules that `path` names below each of `roots`.
 
-        Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
-        range) and S203 (no module of the type), unless the path ends in `?`.
+        Refuses S201 (a segment matches nothing below some outer match), S202 (an index is out of
+        range) and S203 (no module has the type), unless the path ends in `?`.
         """
         key = (path, tuple(roots))
-        if key not in self._known:
+        if key not in self._selected:
             found = self._select(path, roots, names)
-            if any(seg.index for seg in path.segs) and not _fixed(path):
+            if any(seg.index for seg in path.segs) and not _has_literal_bounds(path):
                 return found
-            self._known[key] = found
-        return self._known[key]
+            self._selected[key] = found
+        return self._selected[key]
 
     def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         groups = [Found(root, (root,)) for root in roots]
         for seg in path.segs:
-            named = self._everywhere(seg, groups)
+            named = self._match_below(seg, groups)
             if named and seg is path.segs[-1] and not seg.index and not path.type:
                 return self.sort(fqn for _, names in named for fqn in names)
             found = [Found(root, (fqn,)) for root, names in named for fqn in names]
-            groups = found or self._steps(seg, groups, path.maybe)
+            groups = found or self._match_each_group(seg, groups, path.maybe)
             if seg.index:
                 groups = [self._index(seg, group, names) for group in groups]
         if path.type:
-            return self.sort(m for same in _by_root(groups) for m in self._of_type(path, same))
+            return self.sort(
+                m for same in _group_by_root(groups) for m in self._filter_by_type(path, same)
+            )
         return self.sort(m for group in groups for m in group.modules)
 
-    def _everywhere(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
-        """One segment further down, by outer match; nothing where a module lacks one of the names.
+    def _match_below(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
+        """Match one segment below all groups: the child names of each module, with the group's
+        root.
 
-        Modules with the same children are looked at once.
+        Returns [] where some module lacks one of the names, and for `**`. Modules with the same
+        children are matched once.
         """
-        if seg.text == "**" or any(group.loose for group in groups):
+        if seg.text == "**" or any(group.after_globstar for group in groups):
             return []
         found = []
         for group in groups:
             for fqn in group.modules:
                 there = tuple(self.tree.children(fqn))
                 key = (seg.text, there)
-                if key not in self._named:
+                if key not in self._matches:
                     plain = seg.text in there and seg.text.isidentifier()
-                    self._named[key] = (seg.text,) if plain else _hits(*key)
-                names = self._named[key]
+                    self._matches[key] = (seg.text,) if plain else _matching_children(*key)
+                names = self._matches[key]
                 if not names:
                     return []
                 prefix = f"{fqn}." if fqn else ""
                 found.append((group.root, [prefix + name for name in names]))
         return found
 
-    def _steps(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
-        """One segment further down, module by module."""
+    def _match_each_group(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
+        """Match one segment below each group, module by module."""
         looked = [m for group in groups for m in group.modules]
-        return [new for group in groups for new in self._step(seg, group, looked, maybe)]
+        return [new for group in groups for new in self._match_group(seg, group, looked, maybe)]
 
-    def _step(self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool) -> list[Found]:
-        """One segment further down; `maybe` lets it match nothing."""
+    def _match_group(
+        self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool
+    ) -> list[Found]:
+        """Match one segment below one group; with `maybe` the segment may match nothing."""
         if seg.text == "**":
             below = self.sort(d for m in group.modules for d in self.descend(m))
-            return [Found(group.root, below, loose=True)]
+            return [Found(group.root, below, after_globstar=True)]
         found: list[str] = []
-        for wanted in _alternatives(seg.text):
+        for wanted in _expand_alternatives(seg.text):
             hits = [_join(m, c) for m in group.modules for c in self._children(m, wanted, seg)]
             if not hits and group.modules and not maybe:
-                self._no_match(seg, wanted, group, looked)
+                self._refuse_no_match(seg, wanted, group, looked)
             found += hits
-        if group.loose:
-            return [Found(group.root, self.sort(found), loose=True)]
+        if group.after_globstar:
+            return [Found(group.root, self.sort(found), after_globstar=True)]
         return [Found(group.root, (fqn,)) for fqn in self.sort(found)]
 
     def _children(self, fqn: str, wanted: str, seg: n.Seg) -> list[str]:
         there = self.tree.children(fqn)
         if wanted.isdigit() and wanted not in there and there:
-            return [self._numbered(fqn, int(wanted), seg)]
-        pattern = _pattern(wanted)
+            return [self._child_at(fqn, int(wanted), seg)]
+        pattern = _compile_pattern(wanted)
         return [name for name in there if pattern.fullmatch(name)]
 
-    def _numbered(self, fqn: str, index: int, seg: n.Seg) -> str:
-        """The child at a position, counted from the end if negative (S202)."""
+    def _child_at(self, fqn: str, index: int, seg: n.Seg) -> str:
+        """Return the child at an index, which counts from the end if negative; refuses S202."""
         there = self.tree.children(fqn)
         if not -len(there) <= index < len(there):
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
@@ -182,20 +192,22 @@ class Selector:
         return there[index]
 
     def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
-        """The children picked by [3], [-1], [0:12], [::2], [:ckpt]."""
+        """Pick children by [3], [-1], [0:12], [::2] or [:ckpt]."""
         picked: list[str] = []
         for fqn in group.modules:
             there = self.tree.children(fqn)
             for item in seg.index:
                 if isinstance(item, str):
-                    place = _bound(item, seg, names)
+                    place = _evaluate_bound(item, seg, names)
                     assert place is not None
-                    picked.append(_join(fqn, self._numbered(fqn, place, seg)))
+                    picked.append(_join(fqn, self._child_at(fqn, place, seg)))
                 else:
-                    picked += [_join(fqn, name) for name in _sliced(there, item, seg, names, fqn)]
-        return Found(group.root, self.sort(picked), group.loose)
+                    picked += [
+                        _join(fqn, name) for name in _slice_children(there, item, seg, names, fqn)
+                    ]
+        return Found(group.root, self.sort(picked), group.after_globstar)
 
-    def _of_type(self, path: n.Path, found: tuple[str, ...]) -> tuple[str, ...]:
+    def _filter_by_type(self, path: n.Path, found: tuple[str, ...]) -> tuple[str, ...]:
         kept = tuple(fqn for fqn in found if path.type in self.tree.class_names(fqn))
         if kept or path.maybe or not found:
             return kept
@@ -209,7 +221,9 @@ class Selector:
         facts = unknown(path.type, there)
         raise Refusal.of("S203", title, label, helps=(help_,), facts=facts)
 
-    def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
+    def _refuse_no_match(
+        self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]
+    ) -> NoReturn:
         children = sorted({name for m in group.modules for name in self.tree.children(m)})
         where = titled(group.modules[0])
         says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
@@ -217,7 +231,7 @@ class Selector:
         if len(looked) > 1:
             ends = f"{titled(looked[0])} to {titled(looked[-1])}"
             notes = (f"searched {len(looked)} modules, {ends}",)
-            having = [m for m in looked if self._has(m, wanted)]
+            having = [m for m in looked if self._has_child(m, wanted)]
             if having:
                 notes += (
                     f"{len(having)} of them have one; end the path in `?` to select only those",
@@ -230,35 +244,39 @@ class Selector:
         facts, title = unknown(wanted, children), "selector matches no module"
         raise Refusal.of("S201", title, label, (), notes, helps, facts=facts)
 
-    def _has(self, fqn: str, wanted: str) -> bool:
-        return any(_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
+    def _has_child(self, fqn: str, wanted: str) -> bool:
+        return any(_compile_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
 
     # ---- at ... where ... except ... ------------------------------------------------------
 
     def scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
-        """The modules of an `at`; refuses S207 when `where` or `except` leave none of them."""
+        """Return the modules of an `at`; refuses S207 where `where` or `except` leave no module."""
         found = self.sort(m for path in at.paths for m in self.select(path, roots, names))
         if not found:
             return found
-        kept = self._where(at.where, found, names) if at.where is not None else found
-        gone = {m for path in at.except_ for m in self.select(path, roots, names)}
-        left = tuple(fqn for fqn in kept if fqn not in gone)
-        if not left:
+        kept = self._filter_where(at.where, found, names) if at.where is not None else found
+        excluded = {m for path in at.except_ for m in self.select(path, roots, names)}
+        remaining = tuple(fqn for fqn in kept if fqn not in excluded)
+        if not remaining:
             title = "this selection is empty"
-            label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
+            label = Label(at.paths[0].span.to(at.paths[-1].span), _describe_count(found))
             notes: tuple[str, ...] = ("`except` removes all of them",)
             if not kept and at.where is not None:
-                notes = ("`where` is false for all of them", *self._told(at.where, found, names))
+                notes = (
+                    "`where` is false for all of them",
+                    *self._describe_values(at.where, found, names),
+                )
             helps = ("change the condition, or end the path in `?`: then it may select nothing",)
             raise Refusal.of("S207", title, label, notes=notes, helps=helps)
-        return left
+        return remaining
 
-    def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
-        """The modules for which the test holds; one that lacks an attribute is not kept."""
+    def _filter_where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
+        """Return the modules for which the test is true; a module without a named attribute is
+        dropped."""
         kept, lacking = [], []
         for index, fqn in enumerate(found):
             try:
-                holds = evaluate(test, replace(names, here=self._sight(fqn, index)))
+                holds = evaluate(test, replace(names, here=self._names_at(fqn, index)))
             except Missing as missing:
                 lacking.append(str(missing))
                 continue
@@ -279,20 +297,20 @@ class Selector:
             raise Refusal.of("S208", title, label, helps=helps, facts=facts)
         return tuple(kept)
 
-    def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
-        """Yield the values that names of a test have in the selected modules, as notes."""
+    def _describe_values(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
+        """Yield, as notes, the values that the names of a test have in the selected modules."""
         for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
             values: dict[str, None] = {}
             for index, fqn in enumerate(found):
                 with suppress(AttributeError):
-                    values[shown(self._sight(fqn, index)(word))] = None
+                    values[shown(self._names_at(fqn, index)(word))] = None
             known = list(values)
             if known and word not in names.known():
                 more = f" and {len(known) - 4} more" if len(known) > 4 else ""
                 yield f"`{word}` is {', '.join(known[:4])}{more}"
 
-    def _sight(self, fqn: str, index: int) -> Any:
-        """Return the function that gives names in a `where` their values at one module."""
+    def _names_at(self, fqn: str, index: int) -> Any:
+        """Return the function that looks up the names of a `where` at one module."""
 
         def here(name: str) -> object:
             if name == "fqn":
@@ -312,7 +330,7 @@ class Selector:
         return here
 
 
-def _by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
+def _group_by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
     """Yield the modules found below each root."""
     for root in dict.fromkeys(group.root for group in groups):
         yield tuple(m for group in groups if group.root == root for m in group.modules)
@@ -322,13 +340,13 @@ def _join(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _counted(found: Sequence[str]) -> str:
+def _describe_count(found: Sequence[str]) -> str:
     return f"selects {len(found)} modules" if len(found) > 1 else f"selects {titled(found[0])}"
 
 
 @lru_cache
-def _alternatives(text: str) -> tuple[str, ...]:
-    """{q,k}_proj is q_proj and k_proj; each must match."""
+def _expand_alternatives(text: str) -> tuple[str, ...]:
+    """Return q_proj and k_proj for {q,k}_proj; each of them must match."""
     bare = text.strip("`")
     if text.startswith("`"):
         return (f"`{bare}",)
@@ -338,8 +356,8 @@ def _alternatives(text: str) -> tuple[str, ...]:
 
 
 @lru_cache
-def _pattern(text: str) -> re.Pattern[str]:
-    """The names that a segment without alternatives matches; one in backquotes is taken as is."""
+def _compile_pattern(text: str) -> re.Pattern[str]:
+    """Compile a segment without alternatives; a segment in backquotes is taken literally."""
     if text.startswith("`"):
         return re.compile(re.escape(text[1:]))
     first, *rest = map(re.escape, re.split(r"\*+", text))
@@ -347,8 +365,9 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join([first, *steps, *(f"[^.]*{part}" for part in rest[-1:])]))
 
 
-def _fixed(path: n.Path) -> bool:
-    """Return whether a path names the same whatever names mean: its bounds are numbers."""
+def _has_literal_bounds(path: n.Path) -> bool:
+    """Return whether all indices of a path are numbers, so that no knob changes what the path
+    names."""
     items = [item for seg in path.segs for item in seg.index]
     each = (
         (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
@@ -356,11 +375,12 @@ def _fixed(path: n.Path) -> bool:
     return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
 
 
-def _hits(text: str, there: Sequence[str]) -> Sequence[str]:
-    """The children that a segment names, in order; none if one of its alternatives has none."""
+def _matching_children(text: str, there: Sequence[str]) -> Sequence[str]:
+    """Return the children that a segment names, in order; () if one of its alternatives matches
+    none."""
     found: set[str] = set()
-    for wanted in _alternatives(text):
-        pattern = _pattern(wanted)
+    for wanted in _expand_alternatives(text):
+        pattern = _compile_pattern(wanted)
         hits = [name for name in there if pattern.fullmatch(name)]
         if not hits:
             return ()
@@ -368,8 +388,8 @@ def _hits(text: str, there: Sequence[str]) -> Sequence[str]:
     return [name for name in there if name in found]
 
 
-def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
-    """The value of one bound: a number, or a name that has one."""
+def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
+    """Return the value of one bound of an index: a number, or the value of a name."""
     if text is None:
         return None
     if text.lstrip("-").isdigit():
@@ -390,12 +410,13 @@ def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
     return int(value)
 
 
-def _sliced(
+def _slice_children(
     there: Sequence[str], item: n.Slice, seg: n.Seg, names: Names, fqn: str
 ) -> Sequence[str]:
-    """A slice of the children; empty only if a knob made it so."""
+    """Return a slice of the children; refuses S202 an empty slice, unless a name sets its
+    bounds."""
     texts = (item.start, item.stop, item.step)
-    bounds = [_bound(text, seg, names) for text in texts]
+    bounds = [_evaluate_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
         helps = ("write `[::2]` for every second module",)
         raise Refusal.of("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)

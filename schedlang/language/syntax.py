@@ -1,6 +1,6 @@
-"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is.
+"""Parser entry points: text to syntax tree, with diagnostics for text that cannot be parsed.
 
-* What the parser could not read, told to a person; and what it read but is no schedule.
+Knows no primitive. `read` and `parse` are the first doors of every run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
 
 def comments(source: Source) -> tuple[n.Comment, ...]:
-    """Every comment of the text, in order."""
+    """Return every comment of the text, in order."""
     found = []
     for number, line in enumerate(source.lines, 1):
         for match in COMMENT.finditer(line):
@@ -49,7 +49,7 @@ def comments(source: Source) -> tuple[n.Comment, ...]:
 
 
 @uncollected()
-def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
+def _parse_tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
     maker = TreeMaker(source)
     try:
         return maker.transform(parser().parse(source.text, start=start)), maker.problems
@@ -61,31 +61,32 @@ def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
-    """The tree of a text that the grammar accepts, and what is wrong with its form.
+    """Parse a text; return its tree and the problems of form that the grammar does not exclude.
 
-    S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound).
+    The problems: S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word
+    bound).
     """
-    file, problems = _tree(source, "start")
+    file, problems = _parse_tree(source, "start")
     if file.header.version != str(grammar.EDITION):
         problems.append(misfit(file.header.version, file.header.span))
     for node in n.walk(file):
-        bound: Iterable[str] = ()  # the names that it gives a meaning to
+        bound: Iterable[str] = ()  # the names that the node binds
         if isinstance(node, n.Do):
-            problems += _call_on_path(node)
+            problems += _missing_primitive(node)
         elif isinstance(node, NAMED):
             bound = (node.name,)
         elif isinstance(node, n.Use) and node.alias:
             bound = (node.alias,)
         elif isinstance(node, n.Mesh):
             bound = (arg.name for arg in node.args if isinstance(arg, n.Keyword))
-        problems += [_reserved(name, node.span) for name in bound if name in RESERVED]
+        problems += [_reserved_name(name, node.span) for name in bound if name in RESERVED]
     if "#" in source.text:
         file = n.File(file.header, file.items, comments(source), span=file.span)
     return file, problems
 
 
 def parse(source: Source) -> n.File:
-    """The tree of a schedule; refuses what is not one (S001 to S007)."""
+    """Parse a schedule; refuses S001 to S007."""
     file, problems = tree(source)
     if problems:
         raise Refusal(*problems)
@@ -93,21 +94,21 @@ def parse(source: Source) -> n.File:
 
 
 def parse_path(text: str, span: Span) -> n.Path:
-    """A selector given as a string; its mistakes are shown inside the string."""
-    return _fragment(text, span, "path", n.Path)  # type: ignore[no-any-return]
+    """Parse a selector given as a string; mistakes are shown inside the string."""
+    return _parse_fragment(text, span, "path", n.Path)  # type: ignore[no-any-return]
 
 
 def parse_expr(text: str, span: Span) -> n.Expr:
-    """An expression given as a string; its mistakes are shown inside the string."""
-    made = _fragment(text, span, "expr", n.Node)
+    """Parse an expression given as a string; mistakes are shown inside the string."""
+    made = _parse_fragment(text, span, "expr", n.Node)
     return made  # type: ignore[no-any-return]
 
 
-def _fragment(text: str, span: Span, start: str, kind: type) -> Any:
-    """Parse `text`, then let every node stand at `span`, the line that gave the string."""
+def _parse_fragment(text: str, span: Span, start: str, kind: type) -> Any:
+    """Parse `text`, then set all spans to `span`, the line that gave the string."""
     source = Source("<string>", text)
     try:
-        made, problems = _tree(source, start)
+        made, problems = _parse_tree(source, start)
     except Refusal as refused:
         inner = refused.diagnostic
         also = (Label(span, "given here"),) if span else ()
@@ -121,13 +122,13 @@ def _fragment(text: str, span: Span, start: str, kind: type) -> Any:
 
 
 def given(schedule: str | os.PathLike[str]) -> Source:
-    """A schedule as it is given: its text, of several lines, or the path of its file."""
+    """Return the source of a schedule argument: a text of several lines, or the path of a file."""
     text = str(schedule)
     return Source("schedule", text) if "\n" in text else read(text)
 
 
 def read(path: str | FilePath, name: str | None = None) -> Source:
-    """A schedule file as a Source; refuses what is not a readable UTF-8 text."""
+    """Read a schedule file; refuses S000 a file that is not readable UTF-8 text."""
     shown = name or str(path)
     try:
         raw = bytes_of(path, LARGEST)
@@ -135,7 +136,7 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         why = error.strerror or str(error)
         why = why[:1].lower() + why[1:]
         there: set[str] = set()
-        with suppress(OSError):  # nor may the folder be readable
+        with suppress(OSError):  # the folder may be unreadable, too
             there = {each.name for each in FilePath(path).parent.glob("*.sched")}
         others = there - {FilePath(path).name}
         near, facts = closest(FilePath(path).name, others), unknown(FilePath(path).name, others)
@@ -174,7 +175,7 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
     *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
     *("or", "and", "not", "true", "false"),
 }
-NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that give their name a meaning
+NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that bind their name
 RESERVED = KEYWORDS | {"model", "_"}
 IN_PYTHON = (
     "this is Python; a schedule lies beside it: `schedlang init model.py --mesh tp=2` writes one",
@@ -205,13 +206,15 @@ WORDS = {
 
 
 def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
-    """The message for what could not be read."""
+    """Return the diagnostic for text that could not be parsed."""
     if not isinstance(mistake, UnexpectedToken):
-        return _bad_character(source, mistake.line, mistake.column)
-    return _unclosed(source, mistake) or _unexpected(source, mistake.token, mistake.accepts)
+        return _explain_character(source, mistake.line, mistake.column)
+    return _explain_unclosed(source, mistake) or _explain_unexpected(
+        source, mistake.token, mistake.accepts
+    )
 
 
-def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
+def _explain_character(source: Source, line: int, col: int) -> Diagnostic:
     char = source.line(line)[col - 1 : col] or "\\r"
     place = Span(source, line, col, line, col + 1)
     rest = source.line(line)[col - 1 :]
@@ -233,8 +236,9 @@ def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
     return Diagnostic("S001", f"unexpected character `{shown}`", Label(place), helps=helps)
 
 
-def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
-    """The bracket that is still open where the parser gave up, if it is to blame."""
+def _explain_unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
+    """Return the diagnostic for the bracket still open where the parser stopped, if it is to
+    blame."""
     token, ended = mistake.token, mistake.token.type == "$END"
     opened: list[Token] = []
     for one in mistake.interactive_parser.parser_state.value_stack:
@@ -274,10 +278,10 @@ def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
     return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 
-def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
-    place, shown = _found(source, token)
+def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
+    place, shown = _stop_place(source, token)
     before = source.line(place.line)[: place.col - 1]
-    misspelt = _misspelt(before or str(token))
+    misspelt = _suggest_keyword(before or str(token))
     if token.type in ("_NL", "$END") and {"LPAR", "DOT", "COLON"} <= accepts and before.strip():
         row = before.strip().split()[-1]
         help_ = misspelt or f"add a primitive: `{row}  checkpoint()`"
@@ -300,15 +304,17 @@ def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
         helps = list(IN_PYTHON) if source.name.endswith(".py") else helps
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
-    said = (
-        tuple(helps) or _bare(source.line(place.line), place) or _in_words(source.line(place.line))
+    suggestions = (
+        tuple(helps)
+        or _suggest_punctuation(source.line(place.line), place)
+        or _suggest_row_form(source.line(place.line))
     )
-    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=said)
+    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=suggestions)
 
 
-def _bare(line: str, place: Span) -> tuple[str, ...]:
-    """The help for what lacks its quotes, its brackets, or the spelling of its unit."""
-    from schedlang.language.value import UNITS  # which writes values by what is read here
+def _suggest_punctuation(line: str, place: Span) -> tuple[str, ...]:
+    """Return the help for a value without quotes, a call without brackets, or a misspelt unit."""
+    from schedlang.language.value import UNITS  # `value` imports this module
 
     before, rest = line[: place.col - 1], line[place.col - 1 :]
     if number := re.search(r"(\d+)$", before):
@@ -321,8 +327,8 @@ def _bare(line: str, place: Span) -> tuple[str, ...]:
     return (f"write `{row[1]}()`",) if row and not rest.partition("#")[0].strip() else ()
 
 
-def _in_words(line: str) -> tuple[str, ...]:
-    """The helps for a row that is said in words, as `zero model stage 2 over dp`."""
+def _suggest_row_form(line: str) -> tuple[str, ...]:
+    """Return the helps for a row in words, such as `zero model stage 2 over dp`."""
     words = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
     if not words or words[1] in KEYWORDS:
         return ()
@@ -330,8 +336,8 @@ def _in_words(line: str) -> tuple[str, ...]:
     return (*VERBS.get(words[1], ()), form)
 
 
-def _misspelt(line: str) -> str | None:
-    """The help for a line whose first word is almost one that begins a declaration."""
+def _suggest_keyword(line: str) -> str | None:
+    """Return the help for a line whose first word is almost a keyword that begins a declaration."""
     first = re.match(r"\s*([A-Za-z]+)", line)
     if not first or first[1] in KEYWORDS:
         return None
@@ -339,8 +345,8 @@ def _misspelt(line: str) -> str | None:
     return f"did you mean `{near}`?" if near else None
 
 
-def _found(source: Source, token: Token) -> tuple[Span, str]:
-    """Return the place where the parser stopped, and what stands there, in words."""
+def _stop_place(source: Source, token: Token) -> tuple[Span, str]:
+    """Return the span where the parser stopped, and the text there in words."""
     if token.type == "$END":
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
@@ -354,12 +360,12 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
 # ---- what the grammar accepts and the language does not ----------------------------------
 
 
-def _reserved(name: str, span: Span) -> Diagnostic:
+def _reserved_name(name: str, span: Span) -> Diagnostic:
     label = Label(span, f"declares `{name}`")
     return Diagnostic("S007", f"`{name}` is a keyword of the language", label, helps=("rename it",))
 
 
-def _call_on_path(do: n.Do) -> Iterator[Diagnostic]:
+def _missing_primitive(do: n.Do) -> Iterator[Diagnostic]:
     path = do.path
     if path.type is not None:
         left = ".".join(seg.text for seg in path.segs)

@@ -1,4 +1,4 @@
-"""Values of the language, what a name means at one place, and expressions evaluated.
+"""Values of the language, the meaning of names at one place, and the evaluation of expressions.
 
 Evaluation reads plain data of the model and runs no code of a file.
 """
@@ -30,13 +30,13 @@ UNITS: Mapping[str, float] = {
 
 
 class Symbol(str):
-    """A bare name that is no knob, axis or argument; whoever takes it has a closed list of them."""
+    """A bare name that is no knob, axis or argument; its user checks it against a closed list."""
 
     __slots__ = ()
 
 
 def bare(value: Any) -> Facts:
-    """The facts of a value that is a bare word, or has some in it: names that nothing knows."""
+    """Return the facts `unknown` of a value that is a bare word, or a tuple with some."""
     every = value if isinstance(value, tuple) else (value,)
     return tuple(fact for one in every if isinstance(one, str) for fact in unknown(one))
 
@@ -49,20 +49,20 @@ class Choice(Symbol):
 
     @staticmethod
     def of(value: str, knob: str, options: Sequence[str]) -> Choice:
-        """A choice of the knob `knob` among `options` (none: any)."""
+        """Return a choice of the knob `knob` among `options` (empty: any)."""
         made = Choice(value)
         made.knob, made.options = knob, tuple(options)
         return made
 
 
 class AxisSize(int):
-    """The size of an axis that remembers the axis: a number to arithmetic, a name to `over=`."""
+    """The size of an axis with the axis's name: a number in arithmetic, a name in `over=`."""
 
     name: str
 
     @staticmethod
     def of(name: str, size: int) -> AxisSize:
-        """The size of the axis `name`."""
+        """Return the size of the axis `name`."""
         made = AxisSize(size)
         made.name = name
         return made
@@ -78,7 +78,8 @@ class Seconds(float):
 
 @dataclass(frozen=True)
 class Symbolic:
-    """A call that stands for itself, such as group(4), for whoever takes it."""
+    """A call that is not evaluated, such as group(4); the primitive that accepts it interprets
+    it."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -90,7 +91,8 @@ class Symbolic:
 
 
 class Unknown:
-    """A value that cannot be known without the model; anything computed from it is unknown too."""
+    """A value that cannot be known without the model; all that is computed from it is unknown,
+    too."""
 
     def __repr__(self) -> str:
         return "unknown"
@@ -103,22 +105,21 @@ class Reader(Protocol):
     """The part of a model that evaluation reads: plain attributes of one module."""
 
     def attribute(self, fqn: str, name: str) -> object:
-        """The attribute, or AttributeError."""
+        """Return the attribute, or raise AttributeError."""
 
     def attributes(self, fqn: str) -> Sequence[str]:
-        """The public names of a module's own attributes."""
+        """Return the public names of a module's own attributes."""
 
 
 class Missing(Exception):
-    """Raised in a `where` for a name that is no attribute of the module."""
+    """Raised in a `where` for a name that is not an attribute of the module."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The meaning of names at one place: arguments of a def, then knobs and axes; `model.` its
-    facts.
+    """The meaning of names at one place: arguments of a def, axes, knobs, and `model.` facts.
 
-    `here` gives the attributes of one module, inside a `where`.
+    `here` returns the attributes of one module, inside a `where`.
     """
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -128,11 +129,11 @@ class Names:
     here: Callable[[str], object] | None = None
 
     def known(self) -> list[str]:
-        """Every name with a meaning."""
+        """Return every name with a meaning."""
         return [*self.arguments, *self.axes, *self.knobs]
 
     def lookup(self, name: str) -> Any:
-        """The meaning of a bare name; a Symbol where it has none."""
+        """Return the meaning of a bare name; a Symbol if it has none."""
         if name in self.arguments:
             return self.arguments[name]
         if name in self.axes:
@@ -148,7 +149,7 @@ class Names:
 
 
 def literal(text: str) -> Any:
-    """The value of a literal as written."""
+    """Return the value of a literal as written."""
     if text.startswith('"'):
         return text[1:-1]
     if text in ("true", "false"):
@@ -162,7 +163,7 @@ def literal(text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value as the language writes it."""
+    """Format a value as the language writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, AxisSize):
@@ -177,49 +178,52 @@ def shown(value: object) -> str:
 
 
 def listed(values: Sequence[object]) -> str:
-    """Values in code marks."""
+    """Format values in code marks."""
     return quoted(shown(value).strip("`") for value in values)
 
 
 def refused(
     node: n.Node, code: str, title: str, label: str = "", *helps: str, facts: Facts = ()
 ) -> NoReturn:
-    """Refuse at a node."""
+    """Raise a Refusal at a node."""
     raise Refusal.of(code, title, Label(node.span, label), helps=helps, facts=facts)
 
 
 def evaluate(node: n.Node, names: Names) -> Any:
-    """The value of an expression.  Refuses S210 (unknown name), S206 (no such attribute of the
-    model), S304 (an operation on values it has no meaning for), S107 (division by zero)."""
+    """Evaluate an expression.
+
+    Refuses S210 (unknown name), S206 (no such attribute of the model), S304 (an operation that is
+    undefined for its values) and S107 (division by zero).
+    """
     match node:
         case n.Lit(text):
             return literal(text)
         case n.Name((word,)):
             return names.lookup(word)
         case n.Name(parts):
-            return _named(node, parts, names)
+            return _evaluate_name(node, parts, names)
         case n.List(items):
             return tuple(evaluate(item, names) for item in items)
         case n.Group(items):
             values = tuple(evaluate(item, names) for item in items)
             return values if len(values) > 1 else values[0]
         case n.Call():
-            return _call(node, names)
+            return _evaluate_call(node, names)
         case n.Unary(op, operand):
-            return _unary(node, op, evaluate(operand, names), names)
+            return _evaluate_unary(node, op, evaluate(operand, names), names)
         case n.Chain(items):
-            return _chain(node, items, names)
+            return _evaluate_chain(node, items, names)
     raise AssertionError(node)
 
 
-def _named(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
+def _evaluate_name(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
     if parts[0] == "model" and "model" not in names.arguments:
-        return _fact(node, parts, names)
+        return _read_model_fact(node, parts, names)
     return names.lookup(node.text) if names.here is not None else Symbol(node.text)
 
 
-def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
-    """model.a.b: plain data of the model.  Nothing is called, nothing private is read."""
+def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
+    """Return plain data of the model, `model.a.b`; calls nothing and reads nothing private."""
     if names.model is None:
         return UNKNOWN
     holder: Any = None
@@ -251,8 +255,10 @@ def _is_computed(holder: object, name: str) -> bool:
 
 
 def reached(holder: object, path: Sequence[str]) -> Any:
-    """The plain value at `path` below a value; AttributeError for what is private, computed by
-    code of its own, or no plain data."""
+    """Return the plain value at an attribute path below `holder`.
+
+    Raises AttributeError for an attribute that is private, computed by code, or not plain data.
+    """
     for name in path:
         if name.startswith("_") or _is_computed(holder, name):
             raise AttributeError(name)
@@ -264,7 +270,7 @@ def reached(holder: object, path: Sequence[str]) -> Any:
 
 
 def plain(value: object) -> Any:
-    """The value if it is plain data (a list becomes a tuple), else None."""
+    """Return the value if it is plain data (a list becomes a tuple), else None."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and all(plain(item) is not None for item in value):
@@ -275,12 +281,14 @@ def plain(value: object) -> Any:
 # ---- calls --------------------------------------------------------------------------------
 
 
-def _call(node: n.Call, names: Names) -> Any:
+def _evaluate_call(node: n.Call, names: Names) -> Any:
     given = [a for a in node.args if not isinstance(a, n.Keyword)]
     args = tuple(evaluate(a, names) for a in given)
     named = {a.name: evaluate(a.value, names) for a in node.args if isinstance(a, n.Keyword)}
     if node.name.text == "S":
-        return _split(node, (*(_dim(a, names) for a in given[:1]), *args[1:]), named)
+        return _evaluate_split(
+            node, (*(_evaluate_dim(a, names) for a in given[:1]), *args[1:]), named
+        )
     if node.name.text == "P":
         if named or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
             refused(node, "S303", "a partial value is `P(sum)`, `P(avg)` or `P(max)`")
@@ -288,9 +296,12 @@ def _call(node: n.Call, names: Names) -> Any:
     return Symbolic(node.name.text, args, tuple(named.items()))
 
 
-def _dim(node: n.Expr, names: Names) -> Any:
-    """The dim of S: a bare name is the dim's own, whatever else is called so, unless it is an
-    argument that holds a name or a number: S(seq) where `seq` is a flag means the dim."""
+def _evaluate_dim(node: n.Expr, names: Names) -> Any:
+    """Return the dim of S. A bare name is a dim's name, even if a knob or axis has the same name.
+
+    Only an argument that holds a name or a number is replaced by its value: S(seq) where `seq` is a
+    flag means the dim.
+    """
     if isinstance(node, n.Name) and len(node.parts) == 1:
         value = names.arguments.get(node.text)
         holds = isinstance(value, str | int) and not isinstance(value, bool | AxisSize)
@@ -298,12 +309,14 @@ def _dim(node: n.Expr, names: Names) -> Any:
     return evaluate(node, names)
 
 
-def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _evaluate_split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """S(dim), S(dim, blocks=3), S(dim, blocks=[4096, 1024, 1024])"""
     for name in named:
         if name != "blocks":
             title = f"`S` takes no argument `{name}`"
-            refused(node, "S302", title, "", *_meant(name, named[name]), facts=unknown(name))
+            refused(
+                node, "S302", title, "", *_suggest_for_split(name, named[name]), facts=unknown(name)
+            )
     if len(args) != 1:
         refused(node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`")
     dim, blocks = args[0], named.get("blocks", 1)
@@ -321,8 +334,9 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return S(plain_dim, tuple(map(int, blocks)) if isinstance(blocks, tuple) else int(blocks))
 
 
-def _meant(name: str, value: object) -> tuple[str, ...]:
-    """Return helps for an argument that `S` does not take, with the row or word to use instead."""
+def _suggest_for_split(name: str, value: object) -> tuple[str, ...]:
+    """Return helps for an argument that `S` does not accept, with the row or word to use
+    instead."""
     if name != "layout":
         return ("it takes `blocks`",)
     row = f"layers.*.attn  context_parallel(ring, over=cp, layout={value})"
@@ -357,33 +371,35 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unary(node: n.Unary, op: str, value: Any, names: Names) -> Any:
+def _evaluate_unary(node: n.Unary, op: str, value: Any, names: Names) -> Any:
     if value is UNKNOWN:
         return UNKNOWN
     if op == "not":
-        return not _truth(node.operand, value, names)
-    _number(node.operand, value, names)
+        return not _require_bool(node.operand, value, names)
+    _require_number(node.operand, value, names)
     return -value if op == "-" else +value
 
 
-def _chain(node: n.Chain, items: tuple[Any, ...], names: Names) -> Any:
+def _evaluate_chain(node: n.Chain, items: tuple[Any, ...], names: Names) -> Any:
     op = items[1]
     if op in ("and", "or"):
         values = [evaluate(item, names) for item in items[::2]]
-        truths = [v if v is UNKNOWN else _truth(i, v, names) for i, v in zip(items[::2], values)]
+        truths = [
+            v if v is UNKNOWN else _require_bool(i, v, names) for i, v in zip(items[::2], values)
+        ]
         decided = op == "or"
         if decided in truths:
             return decided
         return UNKNOWN if UNKNOWN in truths else not decided
     left = evaluate(items[0], names)
     if op in ORDER:
-        return _compare(node, op, left, evaluate(items[2], names), names)
+        return _apply_comparison(node, op, left, evaluate(items[2], names), names)
     for operator, item in zip(items[1::2], items[2::2]):
-        left = _arithmetic(node, operator, items[0], left, item, names)
+        left = _apply_operator(node, operator, items[0], left, item, names)
     return left
 
 
-def _arithmetic(
+def _apply_operator(
     node: n.Chain, op: str, first: n.Expr, left: Any, item: n.Expr, names: Names
 ) -> Any:
     right = evaluate(item, names)
@@ -391,7 +407,7 @@ def _arithmetic(
         refused(node, "S304", "`@` multiplies tensors: it may stand in a pattern only")
     for part, value in ((first, left), (item, right)):
         if value is not UNKNOWN:
-            _number(part, value, names)
+            _require_number(part, value, names)
     if UNKNOWN in (left, right):
         return UNKNOWN
     if right == 0 and op in ("/", "//", "%"):
@@ -406,12 +422,12 @@ def _arithmetic(
     return kind(result) if kind in (type(left), type(right)) and op != "/" else result
 
 
-def _compare(node: n.Chain, op: str, left: Any, right: Any, names: Names) -> Any:
+def _apply_comparison(node: n.Chain, op: str, left: Any, right: Any, names: Names) -> Any:
     if UNKNOWN in (left, right):
         return UNKNOWN
     for item, value, other in ((node.items[0], left, right), (node.items[2], right, left)):
         assert isinstance(item, n.Node)
-        _is_known(item, value, other, names)
+        _check_symbol(item, value, other, names)
     numbers = _is_number(left) and _is_number(right)
     same = (
         numbers or type(left) is type(right) or (isinstance(left, str) and isinstance(right, str))
@@ -422,8 +438,8 @@ def _compare(node: n.Chain, op: str, left: Any, right: Any, names: Names) -> Any
     return ORDER[op](left, right)
 
 
-def _is_known(item: n.Node, value: Any, other: Any, names: Names) -> None:
-    """A bare symbol may be compared with a choice that it could be, or with a text."""
+def _check_symbol(item: n.Node, value: Any, other: Any, names: Names) -> None:
+    """Check that a bare symbol is compared with a choice that it could be, or with a text."""
     if type(value) is not Symbol:
         return
     if isinstance(other, Choice):
@@ -432,27 +448,27 @@ def _is_known(item: n.Node, value: Any, other: Any, names: Names) -> None:
             help_ = guess(value, other.options, "choose one of")
             refused(item, "S303", title, "", help_, facts=unknown(value, other.options))
     elif isinstance(other, Symbol) or not isinstance(other, str):
-        _unknown(item, str(value), names)
+        _refuse_unknown(item, str(value), names)
 
 
-def _number(item: n.Node, value: Any, names: Names) -> None:
+def _require_number(item: n.Node, value: Any, names: Names) -> None:
     if type(value) is Symbol:
-        _unknown(item, str(value), names)
+        _refuse_unknown(item, str(value), names)
     if not _is_number(value):
         title = "this operator needs numbers"
         refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
 
 
-def _truth(item: n.Node, value: Any, names: Names) -> bool:
+def _require_bool(item: n.Node, value: Any, names: Names) -> bool:
     if type(value) is Symbol:
-        _unknown(item, str(value), names)
+        _refuse_unknown(item, str(value), names)
     if not isinstance(value, bool):
         title = "this must be `true` or `false`"
         refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
     return value
 
 
-def _unknown(item: n.Node, name: str, names: Names) -> NoReturn:
+def _refuse_unknown(item: n.Node, name: str, names: Names) -> NoReturn:
     if names.here is not None:
         raise Missing(name)
     known = names.known()

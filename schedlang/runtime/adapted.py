@@ -1,8 +1,9 @@
-"""Projections with a low-rank adapter beside their weight, and a copy of a model that has them.
+"""Low-rank adapters (LoRA, DoRA): projections with an adapter, and copies of a model that have
+them.
 
-An adapted projection stays a module of its class, under its name, with its parameters; those of the
-adapter are its own as well, and lie as PEFT lays them: `lora_A` [rank, in], `lora_B` [out, rank],
-of DoRA also `lora_magnitude` [out].
+`build` uses this for rows of `adapt`. An adapted projection stays a module of its class, under its
+name, with its parameters. The parameters of the adapter are its own too, in PEFT's layout: `lora_A`
+[rank, in], `lora_B` [out, rank], with DoRA also `lora_magnitude` [out].
 """
 
 from __future__ import annotations
@@ -23,55 +24,56 @@ from schedlang.runtime.storage.codebook import Codebook, Coding
 from schedlang.runtime.tracing.meta import copy_with
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-Sum = Callable[[Tensor], Tensor]  # over the ranks that hold parts of one sum
+Sum = Callable[[Tensor], Tensor]  # all-reduce over the ranks that hold partial sums
 
 
 class Adapted(nn.Module):
-    """A projection with an adapter; it is the first among the bases of a class (`adapted_class`).
+    """A projection with an adapter; the first base of the classes that `adapted_class` makes.
 
     LoRA  y = b + x W + scaling dropout(x) A B
     DoRA  y = b + m / |W + scaling A B| (x W + scaling dropout(x) A B), one m and norm an output;
-          the norm takes no gradient
+      the norm takes no gradient
     """
 
-    # own parameters that are used before results are summed over ranks, where inputs are split
+    # parameters that are used before the all-reduce of results, where ranks split the inputs
     inner = (A, B, MAGNITUDE)
     lora_scaling: float
     lora_dropout: float
     lora_transposed: bool  # whether the weight is [in, out]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] to [..., out]."""
+        """Map x [..., in] to [..., out]."""
         return self.with_adapter(x, super().forward(x), True)
 
     @property
     def drops_input(self) -> bool:
-        """Whether a mask as large as its input is drawn at each call."""
+        """Whether each call draws a mask as large as its input."""
         return self.training and self.lora_dropout > 0
 
     def with_adapter(self, x: Tensor, y: Tensor, biased: bool, whole: Sum | None = None) -> Tensor:
-        """Add what the adapter makes of `x` to what the weight made of it, of whatever parts.
+        """Add the output of the adapter for `x` to `y`, the output of the weight; both may be
+        shards.
 
         biased  whether y has the bias in it
-        whole   where ranks split the inputs: a sum over them
-        Both terms are parts of one sum over ranks then, and cross together: the adapter adds
-        nothing to what is sent of activations; DoRA sends its norms.
+        whole   where ranks split the inputs: an all-reduce over them
+        Both terms are then partial sums over ranks, and one all-reduce serves both: the adapter
+        adds no bytes to the communication of activations; DoRA communicates its norms.
         """
         p = self._parameters
         a, b, magnitude, bias = p[A], p[B], p.get(MAGNITUDE), p.get("bias") if biased else None
         assert a is not None and b is not None
-        given = F.dropout(x, self.lora_dropout) if self.drops_input else x
-        more = F.linear(F.linear(given, a), b) * self.lora_scaling
+        dropped = F.dropout(x, self.lora_dropout) if self.drops_input else x
+        delta = F.linear(F.linear(dropped, a), b) * self.lora_scaling
         if magnitude is None:
-            return y + more
+            return y + delta
         ratio = magnitude / self._norms(a, b, whole)
         y = y if bias is None else y - bias
-        y = (y + more) * ratio
+        y = (y + delta) * ratio
         return y if bias is None else y + bias
 
     @torch.no_grad()
     def _norms(self, a: Tensor, b: Tensor, whole: Sum | None) -> Tensor:
-        """The norm of the weights of each output, with the adapter in them."""
+        """Return the norm of the weights of each output, with the adapter added to them."""
         weight = self._parameters["weight"]
         assert weight is not None
         merged = (weight.t() if self.lora_transposed else weight) + b @ a * self.lora_scaling
@@ -82,19 +84,19 @@ class Adapted(nn.Module):
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of padding have none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class that it is made of: its own is made at run time."""
+        """Pickle the class by its base: the adapted class is made at run time."""
         return _empty, (type(self).__mro__[2],), dict(vars(self))
 
     def extra_repr(self) -> str:
-        """The projection's, with the rank."""
+        """Return the text of the projection, with the kind and rank of the adapter."""
         a, kind = self._parameters[A], "dora" if MAGNITUDE in self._parameters else "lora"
-        said = f"{kind}={len(a) if a is not None else 0}"
-        return ", ".join(filter(None, (super().extra_repr(), said)))
+        adapter = f"{kind}={len(a) if a is not None else 0}"
+        return ", ".join(filter(None, (super().extra_repr(), adapter)))
 
 
 @cache
 def adapted_class(of: Any) -> Any:
-    """The class of projections of class `of` with an adapter."""
+    """Return the class of projections of class `of` with an adapter."""
     return type(f"Adapted{of.__name__}", (Adapted, of), {"__module__": __name__})
 
 
@@ -103,25 +105,29 @@ def _empty(of: Any) -> Any:
     return made.__new__(made)
 
 
-def _around(module: nn.Module, fqn: str) -> Iterator[nn.Module]:
+def _ancestors(module: nn.Module, fqn: str) -> Iterator[nn.Module]:
     names = fqn.split(".")
     return (module.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
 
 
-def _as_it_is(module: nn.Module, args: Any, output: Tensor) -> None:
-    """Leave what a call returns; that there is a hook is all that it is for."""
+def _keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Return None: the output stays as it is; the hook matters only by being there."""
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """These projections (by name) get adapters; of all else what `trained` names is trained.
+    """A change of a model: give the projections `sites` adapters, and train only parameters in
+    `trained`.
 
     kind        "lora" (Hu et al. 2021) or "dora" (Liu et al. 2024)
+    sites       names of the projections
     transposed  projections whose weight is [in, out]
-    trained     first names of parameters of the model before
-    seed        of the first values of A, drawn as PEFT draws (He et al. 2015, a = sqrt(5)), for
-                each parameter by its name alone; B is zero, a magnitude the norm that there is
-    base        the codes in which the weights beside adapters lie; they get the values of these
+    trained     first names of parameters of the unchanged model that are trained too
+    seed        seed of the first values of A. These are drawn as PEFT draws them (He et al. 2015,
+                a = sqrt(5)), for each parameter by its name alone; B is zero, a magnitude is the
+                norm of the weights
+    base        the codebook in which the weights of adapted projections are stored; the weights
+                get the values of its codes
     """
 
     kind: str
@@ -136,22 +142,23 @@ class Adapt:
 
     @property
     def scaling(self) -> float:
-        """The factor of what an adapter gives."""
+        """The factor of the adapter's output."""
         return self.alpha / self.rank
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """The copy, on the same storage."""
+        """Return a changed copy of the module, on the same storage."""
         return self._made(module, varied=False)
 
     def varied(self, module: nn.Module) -> nn.Module:
-        """The copy with other values, so that a proof sees what they are multiplied with."""
+        """Return the changed copy with other first values, so that a proof sees their products."""
         return self._made(module, varied=True)
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that makes the first values of a parameter, of a tensor like it.
+        """Return the function that makes the first values of a parameter, given a tensor of its
+        shape.
 
-        None: it is none of these adapters'.  Raises Refusal S623 for a magnitude: it is that of
-        values that are not there yet.
+        None: the parameter belongs to none of these adapters. Raises Refusal S623 for a magnitude:
+        it is the norm of values that do not exist yet.
         """
         fqn, _, local = name.rpartition(".")
         if fqn not in self.sites or local not in Adapted.inner:
@@ -168,16 +175,17 @@ class Adapt:
         return lambda like: self._drawn(fqn, local, like, varied=False)
 
     def coded(self, name: str) -> Coding | None:
-        """Return how a parameter lies in codes, by any of its names; None: it does not."""
+        """Return the coding in which a parameter is stored, by any of its names; None: it has
+        none."""
         fqn, _, local = name.rpartition(".")
         if self.base is None or local != "weight" or fqn not in self.sites:
             return None
         return Coding(self.base, fqn in self.transposed)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each weight with its adapter in it, and without the parameters of adapters.
+        """Merge each adapter into its weight; return the values without the parameters of adapters.
 
-        Of projections whose adapter is not among the values nothing changes.
+        A projection whose adapter is not among the values is not changed.
         """
         found = dict(values)
         for fqn in self.sites:
@@ -195,7 +203,7 @@ class Adapt:
         return found
 
     def undrawn(self, module: nn.Module) -> None:
-        """Let adapters of a copy drop nothing."""
+        """Disable the dropout of the adapters of a copy."""
         for fqn in self.sites:
             found: Any = module.get_submodule(fqn)
             found.lora_dropout = 0.0
@@ -220,16 +228,18 @@ class Adapt:
                 if not rows.is_meta:
                     value = self._drawn(fqn, name, value, varied)
                 found.register_parameter(name, nn.Parameter(value))
-            if any(isinstance(one, nn.TransformerEncoderLayer) for one in _around(twin, fqn)):
-                # in evaluation it reads the weights, and calls nothing, unless something is hooked
-                found.register_forward_hook(_as_it_is)
+            if any(isinstance(one, nn.TransformerEncoderLayer) for one in _ancestors(twin, fqn)):
+                # a hook makes its evaluation call the projections; without hooks it reads the
+                # weights and calls nothing
+                found.register_forward_hook(_keep_output)
             if self.kind == "dora":
                 norms = torch.linalg.vector_norm(rows, dim=1) * (1.5 if varied else 1.0)
                 found.register_parameter(MAGNITUDE, nn.Parameter(norms))
         return twin
 
     def _drawn(self, fqn: str, name: str, like: Tensor, varied: bool) -> Tensor:
-        """Values of the shape and kind of a tensor, on the host if it is without values."""
+        """Return values of the shape and dtype of `like`, on the host if `like` is on the meta
+        device."""
         value = torch.zeros(like.shape, dtype=torch.float64)
         if name == A or varied:
             bound = 1 / math.sqrt(like.shape[1])

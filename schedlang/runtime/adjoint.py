@@ -1,20 +1,21 @@
-"""Derive which tensors differ by rank through forward and backward, and what each gradient is.
+"""Derive which tensors differ by rank in forward and backward, and what each gradient is.
 
-* Which tensors differ from rank to rank, through one forward and backward on the meta device. The
-  types are those of spmd_types, one for each mesh axis: a tensor is alike on all ranks (I, R) or
-  varies (V), and a varying tensor that is summed has to be a pending sum (P).  Nothing here knows
-  what the plan thinks that its sums are: types follow from what parameters are split, what the
-  batch is split over, and which collectives the modules were heard to send.
-* Is a tensor a pending sum: is the whole the sum of what the ranks hold of it? Asked backward
-  from where it is summed, to where parts were multiplied: between the two only linear operations
-  may stand (P of spmd_types goes through linear operations only).
-* The types of a forward, call by call.
-* What each gradient is, axis by axis: whole on every rank, a part of a sum, or summed too often.
-  A walk over the graph that autograd made of one forward of the local model, in the order of the
-  backward, with the types that the forward had and the collectives that the backward was heard to
-  send.  A gradient is a linear function of the one behind it, so along an axis it stays what it
-  was, except where a tensor that is alike on all ranks meets one that varies: there it becomes a
-  part.
+`passes/static_checks` uses this to prove the gradients of a plan without ranks. Nothing here reads
+the reductions that the plan lists: types follow from how parameters are sharded, over which axes
+the batch is split, and which collectives the modules were observed to issue.
+
+* Types of tensors, through one forward and backward on the meta device. The types are those of
+  spmd_types, one for each mesh axis: a tensor is equal on all ranks (I, R) or varies (V), and a
+  varying tensor that is summed must be partial (P).
+* Is a tensor partial: is the full tensor the sum of the tensors of the ranks? Checked backward from
+  the call that sums the tensor to the call that multiplied shards: only linear operations may stand
+  between the two (P of spmd_types goes through linear operations only).
+* What each gradient is, axis by axis: equal and complete on every rank, partial, or summed too
+  often. A walk over the autograd graph of one forward of the local model, in the order of the
+  backward, with the types of the forward and the observed collectives of the backward. The gradient
+  of an input is a linear function of the gradient of the output, so its kind along an axis stays
+  the same, except where a tensor that is equal on all ranks is combined with one that varies: there
+  the gradient becomes partial.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ Axes = frozenset[str]
 Varies = Callable[[Tensor], Axes]
 NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
-# what these give still differs from rank to rank: every rank gets parts of others, for its own
+# the outputs of these still differ from rank to rank: every rank receives data of others, for
+# itself
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
-# the modules whose functions of autograd communicate
+# the modules with autograd functions that communicate
 TALKING = (collectives, grid, norms, batch_statistics, vocab_parallel)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One call whose types do not fit: where, over which axis, and why.
+    """One call whose types do not fit: the module, the axis, and the reason.
 
-    kind   "type": no pending sum is summed; "missing": a sum; "often": what is whole is summed
+    kind  "type": a tensor that is not partial is summed; "missing": a sum is missing; "often": a
+      tensor that is complete is summed
     """
 
     kind: str
@@ -62,7 +65,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Heard:
-    """One collective: its kind, its plain axes, and for whose sake."""
+    """One observed collective: its kind, its plain axes, and the module that issued it
+    (`label`)."""
 
     kind: str
     axes: tuple[str, ...]
@@ -71,10 +75,10 @@ class Heard:
 
 @dataclass
 class Crossed:
-    """Record of a communicating function: types before and after it, collectives both ways.
+    """Record of a communicating function: types before and after it, collectives of its backward.
 
-    `settles` are axes over which it has to sum gradients itself: what it gives for an input that
-    varies over one is then that input's own.
+    `settles` are axes over which the function must sum gradients itself: the gradient of an input
+    that varies over such an axis is then complete for that input.
     """
 
     fqn: str
@@ -98,33 +102,34 @@ def is_masked(tensor: Tensor) -> bool:
 
 
 def note_mask(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Note on what a call makes that a factor of it is a mask."""
+    """Mark the outputs of a call as masked if a factor of the call is a mask."""
     if name in TIMES and any(t.dtype == torch.bool or is_masked(t) for t in inputs):
         for tensor in outputs:
             tensor.__dict__["_schedlang_masked"] = True
 
 
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
-    """Return why a tensor that varies along an axis is no partial sum over it; None if it is
-    one."""
-    open_, seen = [tensor], set()
-    while open_:
-        one = open_.pop()
+    """Return why a tensor that varies along an axis is not partial over the axis; None: it is
+    partial."""
+    pending, seen = [tensor], set()
+    while pending:
+        one = pending.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         made: Made | None = one.__dict__.get("_schedlang_made")
         if made is None:
             return f"a shard is summed over `{axis}`, as if it were a partial sum"
-        found = _step(made, axis, varies)
-        if isinstance(found, str):
-            return found
-        open_ += found
+        needed = _partial_inputs(made, axis, varies)
+        if isinstance(needed, str):
+            return needed
+        pending += needed
     return None
 
 
-def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
-    """The inputs that have to be pending sums for the result to be one, or why it is not."""
+def _partial_inputs(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
+    """Return the inputs that must be partial for the result to be partial, or why it is not
+    partial."""
     parts = [t for t in made.inputs if axis in varies(t)]
     alike = [t for t in made.inputs if axis not in varies(t)]
     if made.name in SUMMING:
@@ -134,7 +139,7 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
             return f"`{made.name}` adds its bias on each rank of `{axis}`, before the sum"
         return parts if len(parts) < 2 else []
     if made.name in TIMES:
-        masked = any(t.dtype == torch.bool for t in made.inputs)  # each rank keeps what it holds
+        masked = any(t.dtype == torch.bool for t in made.inputs)  # each rank keeps its own entries
         return parts if len(parts) == 1 and not masked else []
     if made.name in ADDS:
         if alike:
@@ -142,11 +147,11 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
                 f"`{made.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
             )
         return parts
-    if made.name == "index_add":  # onto zeros, wherever: each rank has places of its own
+    if made.name == "index_add":  # adds to zeros at any indices: each rank has indices of its own
         return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
     if made.name in LINEAR:
         return parts
-    if made.name == "embedding_bag":  # entries of other ranks' rows must weigh nothing
+    if made.name == "embedding_bag":  # entries for rows of other ranks must have weight zero
         floats = [t for t in made.inputs if t.is_floating_point()]
         if len(floats) == 2 and is_masked(floats[1]):
             return []
@@ -167,22 +172,23 @@ class Typed(Lattice):
         self.sites: dict[Any, str] = {}  # node -> the module that ran
         self.faults: list[Fault] = []
         self.calls = 0
-        self.sums = 0  # collectives in forward that wanted a pending sum
-        self.heard: list[list[Heard]] = []  # one list for each function that is running
+        self.sums = 0  # collectives of the forward that need a partial tensor
+        self.heard: list[list[Heard]] = []  # one list for each running function
 
     # -- types -----------------------------------------------------------------------------------
 
     def varies(self, tensor: Tensor) -> Axes:
-        """The axes along which a tensor differs from rank to rank."""
+        """Return the axes along which a tensor differs from rank to rank."""
         known: Axes | None = self.of(tensor)
         if known is None and tensor.grad_fn is not None:
             return self.varies_at(tensor.grad_fn, tensor.output_nr)
         return known or NONE
 
     def varies_at(self, node: Any, output: int) -> Axes:
-        """The same of an output of a node of autograd.
+        """Return the axes along which an output of an autograd node differs from rank to rank.
 
-        A node that ran unseen, inside one call, varies where anything that it was given does.
+        A node that was not observed, because it ran inside one call, varies along the axes of its
+        inputs.
         """
         at = (node, output)
         if at not in self.varying:
@@ -197,7 +203,7 @@ class Typed(Lattice):
         return self.varying[at]
 
     def type(self, tensor: Tensor, axes: Axes, made: Made | None = None) -> None:
-        """Write the type of a tensor down, and how it was made if it varies."""
+        """Record the axes of a tensor, and how the tensor was made if it varies."""
         self.put(tensor, axes)
         tensor.__dict__["_schedlang_made"] = made if axes else None
         if tensor.grad_fn is not None:
@@ -210,19 +216,21 @@ class Typed(Lattice):
         return self.stack.frames[-1][0]
 
     def before(self, call: Running) -> None:
-        """Listen to the collectives that the call sends."""
+        """Begin to record the collectives of the call."""
         self.heard.append([])
 
     def failed(self, call: Running, error: Exception) -> None:
-        """Listen no more."""
+        """Drop the record of a call that raised."""
         self.heard.pop()
 
     def after(self, call: Running) -> None:
         """Let the outputs of a call vary along every axis along which an input varies."""
-        heard = self.heard.pop()
+        observed = self.heard.pop()
         if call.outputs:
             self.calls += 1
-        if call.outputs and not heard:  # else its own nodes tell more, see `varies_at`
+        if (
+            call.outputs and not observed
+        ):  # else the call's own nodes have been typed, see `varies_at`
             axes = NONE.union(*(self.varies(t) for t in call.inputs))
             made = Made(call.name, tuple(call.inputs)) if axes else None
             note_mask(call.name, call.inputs, call.outputs)
@@ -235,7 +243,8 @@ class Typed(Lattice):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch every function of the runtime that communicates, forward and backward."""
+        """Observe every communicating function of the runtime within the block, forward and
+        backward."""
         found: list[tuple[Any, bool]] = [
             (kind, kind in collectives.PLAIN)
             for module in TALKING
@@ -265,20 +274,20 @@ class Typed(Lattice):
         try:
             out = run(*args)
         finally:
-            heard = self.heard.pop()
-        return out, heard
+            observed = self.heard.pop()
+        return out, observed
 
     def _forward(self, inner: Callable[..., Any], plain: bool) -> Callable[..., Any]:
         def forward(ctx: Any, *args: Any) -> Any:
-            out, heard = self._listened(inner, ctx, *args)
-            given = tensors_in(args)
-            before = NONE.union(*(self.varies(t) for t in given))
-            after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
+            out, observed = self._listened(inner, ctx, *args)
+            inputs = tensors_in(args)
+            before = NONE.union(*(self.varies(t) for t in inputs))
+            after = self._after(inputs[0], before, tensors_in(out)[0], args, observed, plain)
             ctx.schedlang = Crossed(self.site, before, after)
-            # a plain sum over one axis leaves what is pending over another so
+            # a plain all-reduce over one axis keeps a tensor partial over the other axes
             linear = (*MOVES, "all-reduce", "reduce-scatter") if plain else MOVES
-            moved = bool(heard) and all(one.kind in linear for one in heard)
-            made = Made("moved", tuple(given)) if moved else Made("collective", ())
+            moved = bool(observed) and all(one.kind in linear for one in observed)
+            made = Made("moved", tuple(inputs)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
                 self.put(tensor, after)
                 tensor.__dict__["_schedlang_made"] = made if after else None
@@ -289,7 +298,8 @@ class Typed(Lattice):
     def _product(
         self, inner: Callable[..., Any], summed: Callable[[Any], tuple[Group, ...]]
     ) -> Callable[..., Any]:
-        """A product in parts sums over the dim that its factors share, and all else varies on."""
+        """Type a sharded product: it sums over the dim that its factors share; other axes stay
+        varying."""
 
         def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
             out, _ = self._listened(inner, ctx, x, weight, *args)
@@ -304,17 +314,17 @@ class Typed(Lattice):
         return forward
 
     def _after(
-        self, x: Tensor, before: Axes, out: Tensor, args: Any, heard: list[Heard], plain: bool
+        self, x: Tensor, before: Axes, out: Tensor, args: Any, observed: list[Heard], plain: bool
     ) -> Axes:
-        """The type of what a communicating function gives."""
+        """Return the axes along which the output of a communicating function varies."""
         after = before
-        for one in heard:
+        for one in observed:
             for axis in one.axes:
                 if one.kind in SUMS:
                     self._summed(x, before, axis, one, plain)
                 if one.kind not in ("reduce-scatter", *MOVES):
                     after -= {axis}
-        if not heard and plain and out.shape != x.shape:  # every rank keeps a part of its own
+        if not observed and plain and out.shape != x.shape:  # every rank keeps its own shard
             groups = (a for a in args if isinstance(a, Group))
             after |= {axis for group in groups for axis in self.fold(group.axes)}
         return after
@@ -332,9 +342,9 @@ class Typed(Lattice):
 
     def _backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Any) -> Any:
-            out, heard = self._listened(inner, ctx, *grads)
+            out, observed = self._listened(inner, ctx, *grads)
             if hasattr(ctx, "schedlang"):
-                ctx.schedlang.back.extend(heard)
+                ctx.schedlang.back.extend(observed)
             return out
 
         return backward
@@ -345,10 +355,12 @@ OWN, WHOLE, PART = "own", "whole", "part"
 
 @dataclass(frozen=True)
 class Share:
-    """A gradient along one axis.
+    """The kind of a gradient along one axis.
 
-    own     of a tensor that differs by rank; whole  alike on all ranks; part  to be summed.
-    `times` counts how often a sum ran that was not due: the gradient is n**times too large.
+    own    the gradient of a tensor that differs by rank
+    whole  equal on all ranks, and complete
+    part   partial: to be summed over the axis
+    `times` counts the sums that were not needed: the gradient is n**times too large.
     """
 
     kind: str
@@ -360,7 +372,7 @@ Shares = Mapping[str, Share]
 
 @dataclass
 class Gradient:
-    """The gradient that reaches a parameter: shares by axis, stages that give it one, and users."""
+    """The gradient of a parameter: shares by axis, the stages that compute one, and its users."""
 
     shares: dict[str, Share] = field(default_factory=dict)
     stages: frozenset[int] = frozenset()
@@ -368,25 +380,30 @@ class Gradient:
 
 
 def nodes_of(root: Any) -> list[Any]:
-    """The nodes of a graph, each after all that use it: the order of a backward."""
+    """Return the nodes of an autograd graph, each after all of its users: the order of a
+    backward."""
     order: list[Any] = []
     seen: set[Any] = set()
-    open_: list[tuple[Any, bool]] = [(root, False)]
-    while open_:
-        node, left = open_.pop()
-        if left:
+    pending: list[tuple[Any, bool]] = [(root, False)]
+    while pending:
+        node, finished = pending.pop()
+        if finished:
             order.append(node)
             continue
         if node in seen:
             continue
         seen.add(node)
-        open_.append((node, True))
-        open_ += [(n, False) for n, _ in node.next_functions if n is not None and n not in seen]
+        pending.append((node, True))
+        pending += [(n, False) for n, _ in node.next_functions if n is not None and n not in seen]
     return order[::-1]
 
 
 class Adjoint:
-    """The walk: `split` are the axes that split each parameter, `stage_of` a module's stages."""
+    """The walk over the autograd graph of a loss.
+
+    parameters  identity -> the first name of a parameter, and the axes that shard it
+    stage_of    gives the stages of a module
+    """
 
     def __init__(
         self,
@@ -405,7 +422,7 @@ class Adjoint:
         self.found: dict[str, Gradient] = {}
 
     def run(self, last: int) -> dict[str, Gradient]:
-        """The gradient of every parameter that gets one; `last` is the stage of the loss."""
+        """Return the gradient of every parameter that gets one; `last` is the stage of the loss."""
         first = {a: Share(OWN if a in self.root_varies else WHOLE) for a in self.axes}
         arrived: dict[Any, list[tuple[int, Shares]]] = {self.root: [(0, first)]}
         stages: dict[Any, frozenset[int]] = {self.root: frozenset([last])}
@@ -446,14 +463,14 @@ class Adjoint:
             made.shares, made.stages = dict(shares), stages
 
     def _joined(self, came: list[tuple[int, Shares]], site: str) -> Shares:
-        """The sum of gradients from several uses; they have to be of one kind."""
+        """Return the sum of gradients from several uses; they must be of one kind."""
         joined = dict(came[0][1])
         for _, more in came[1:]:
             for axis, share in more.items():
                 if share != joined[axis]:
                     mine = joined[axis]
-                    said = f"adds a gradient that is {_said(share)} over `{axis}`"
-                    self._missing(site, axis, f"{said} to one that is {_said(mine)}")
+                    first = f"adds a gradient that is {_share_text(share)} over `{axis}`"
+                    self._missing(site, axis, f"{first} to one that is {_share_text(mine)}")
                     joined[axis] = max(share, mine, key=lambda s: (s.kind == PART, s.times))
         return joined
 
@@ -468,20 +485,20 @@ class Adjoint:
             shares = self._settled(crossed, shares, into, site)
             crossed = None
         for axis, share in shares.items():
-            heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
-            label = next((h.label for h in heard if h.label), site)
-            found[axis] = self._along(axis, share, axis in out, axis in into, heard, label)
+            observed = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
+            label = next((h.label for h in observed if h.label), site)
+            found[axis] = self._along(axis, share, axis in out, axis in into, observed, label)
         return found
 
     def _along(
-        self, axis: str, share: Share, out: bool, into: bool, heard: list[Heard], site: str
+        self, axis: str, share: Share, out: bool, into: bool, observed: list[Heard], site: str
     ) -> Share:
-        """One step of the backward along one axis."""
+        """Return the share after one step of the backward along one axis."""
         kind, times = share.kind, share.times
         if out and not into:
-            kind = PART  # every rank has only what its own part of the result gives
-        for one in heard:
-            if one.kind in MOVES:  # each part goes back to where it came from
+            kind = PART  # the gradient on a rank covers only the rank's own shard of the result
+        for one in observed:
+            if one.kind in MOVES:  # each shard returns to the rank that it came from
                 continue
             if one.kind == "all-gather":
                 kind = OWN if into else WHOLE
@@ -491,23 +508,24 @@ class Adjoint:
             kind = WHOLE if one.kind == "all-reduce" else OWN
         if into:
             if kind == PART:
-                said = f"a gradient that is a part over `{axis}`"
-                self._missing(site, axis, f"{said} is taken for the whole, without a sum")
+                gradient = f"a gradient that is a part over `{axis}`"
+                self._missing(site, axis, f"{gradient} is taken for the whole, without a sum")
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
 
     def _settled(self, crossed: Crossed, shares: Shares, into: Axes, site: str) -> Shares:
-        """The gradient of a factor, from a product that sums those of its factors itself."""
+        """Return the shares of a factor's gradient, for a product that sums the gradients of its
+        factors."""
         found = dict(shares)
         for axis in sorted(crossed.settles):
-            heard = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
-            label = next((h.label for h in heard if h.label), site)
-            if not heard:
-                said = f"its gradients are parts over `{axis}`"
-                self._missing(label, axis, f"{said}, and its backward does not sum them")
+            observed = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
+            label = next((h.label for h in observed if h.label), site)
+            if not observed:
+                reason = f"its gradients are parts over `{axis}`"
+                self._missing(label, axis, f"{reason}, and its backward does not sum them")
             elif shares[axis].kind == WHOLE:
-                said = f"its backward sums over `{axis}` what is alike on all ranks"
-                self.faults.append(Fault("often", label, axis, said))
+                reason = f"its backward sums over `{axis}` what is alike on all ranks"
+                self.faults.append(Fault("often", label, axis, reason))
             if axis in into:
                 found[axis] = Share(OWN, shares[axis].times)
         return found
@@ -521,5 +539,5 @@ def _crossed(node: Any) -> Crossed | None:
     return found
 
 
-def _said(share: Share) -> str:
+def _share_text(share: Share) -> str:
     return share.kind if not share.times else f"{share.kind}, summed {share.times} times too often"

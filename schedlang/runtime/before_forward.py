@@ -1,7 +1,7 @@
-"""Plain attributes of modules as they are before a forward: a second run of it begins with them.
+"""Restore plain attributes of modules for a second run of a forward (activation checkpointing).
 
-What a forward sets (a count, a running mean, a list of notes) is what it was for the second run,
-and afterwards what the first one has made of it.
+A forward may set attributes (a count, a running mean, a list). The second run of the forward begins
+with the attributes from before the first run, and after it they are as the first run left them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.inside import Modules
 
 OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-GONE = object()  # of a name that was not there before
-_OPEN = frozenset({Tensor, list, dict})  # what a forward may write into
+GONE = object()  # value of a name that did not exist before
+_OPEN = frozenset({Tensor, list, dict})  # types of values that a forward may modify in place
 Space = dict[str, Any]
 
 
 class Before:
-    """The plain attributes of modules, noted before a forward; `settle` keeps those it changes."""
+    """The plain attributes of modules before a forward; `settle` stores those that it changes."""
 
     def __init__(self, inside: Modules) -> None:
-        # torch's own modules set none in a forward
+        # torch's own modules set no attributes in a forward
         spaces = (
             (p, vars(m)) for p, m in inside if not m.__module__.startswith("torch.nn.modules")
         )
@@ -36,42 +36,45 @@ class Before:
         self._filled: list[tuple[Any, Any]] = []
 
     def settle(self, name: str) -> None:
-        """Keep what the forward has changed; refuse (S813) a tensor that it has written into."""
+        """Store the attributes that the forward has changed; refuse (S813) a tensor modified in
+        place."""
         for path, space, before, contents in self._noted:
             if len(space) != len(before) or not all(map(is_, space.values(), before.values())):
-                keys = [k for k in {**before, **space} if _users(k)]
-                told = [(space, k, before.get(k, GONE)) for k in keys]
-                self._set += [one for one in told if one[2] is not space.get(one[1], GONE)]
+                names = [k for k in {**before, **space} if _is_users_name(k)]
+                previous = [(space, k, before.get(k, GONE)) for k in names]
+                self._set += [one for one in previous if one[2] is not space.get(one[1], GONE)]
             for key, value, content in contents:
                 if isinstance(value, Tensor):
                     if value._version != content and torch.is_grad_enabled():
-                        raise _written(name, f"{path}.{key}".lstrip("."))
-                elif len(value) != len(content) or not all(map(is_, _of(value), _of(content))):
+                        raise _in_place_refusal(name, f"{path}.{key}".lstrip("."))
+                elif len(value) != len(content) or not all(
+                    map(is_, _entries(value), _entries(content))
+                ):
                     self._filled.append((value, content))
         self._noted.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let attributes be what they were before the forward, within."""
+        """Restore, within the block, the attributes from before the forward."""
         now = [(space, key, space.get(key, GONE)) for space, key, _ in self._set]
-        full = [(value, value.copy()) for value, _ in self._filled]
-        _put(self._set, self._filled)
+        contents = [(value, value.copy()) for value, _ in self._filled]
+        _restore(self._set, self._filled)
         try:
             yield
         finally:
-            _put(now, full)
+            _restore(now, contents)
 
 
 def _contents(space: Space) -> list[tuple[str, Any, Any]]:
-    """Return what stands in lists and tables, and how often tensors were written into."""
+    """Return the contents of lists and dicts, and the versions of tensors, by attribute name."""
     return [
         (key, value, _noted(value))
         for key, value in space.items()
-        if type(value) in _OPEN and key not in OWN and _users(key)
+        if type(value) in _OPEN and key not in OWN and _is_users_name(key)
     ]
 
 
-def _users(name: str) -> bool:
+def _is_users_name(name: str) -> bool:
     return name not in OWN and not name.startswith("_schedlang")
 
 
@@ -81,22 +84,22 @@ def _noted(value: Any) -> Any:
     return value.copy()
 
 
-def _of(value: Any) -> Any:
+def _entries(value: Any) -> Any:
     return value.values() if isinstance(value, Mapping) else value
 
 
-def _put(places: list[tuple[Space, str, Any]], filled: list[tuple[Any, Any]]) -> None:
+def _restore(places: list[tuple[Space, str, Any]], filled: list[tuple[Any, Any]]) -> None:
     for space, key, value in places:
         if value is GONE:
             space.pop(key, None)
         else:
             space[key] = value
-    for held, content in filled:
-        held.clear()
-        held.update(content) if isinstance(held, dict) else held.extend(content)
+    for container, content in filled:
+        container.clear()
+        container.update(content) if isinstance(container, dict) else container.extend(content)
 
 
-def _written(name: str, attribute: str) -> Refusal:
+def _in_place_refusal(name: str, attribute: str) -> Refusal:
     return Refusal.of(
         "S813",
         f"`{name}` writes into its attribute `{attribute}`, and is recomputed",

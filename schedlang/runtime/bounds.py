@@ -1,7 +1,7 @@
-"""Whole numbers that name words or classes: those outside of the table are refused, as by torch.
+"""Check that indices into a table that is sharded over ranks are inside the table, as torch does.
 
-A rank that holds some rows of a table takes a number of other rows for another rank's.  One that is
-nobody's would be a word of zeros, or a label that no loss asks for, without a word.
+A rank that holds some rows of a table takes an index of other rows for another rank's. An index of
+no rank would silently become a word of zeros, or a label that no loss counts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _OUTSIDE = "a number is outside of a table that is split over ranks (S653)"
 def check_within(
     numbers: Tensor, count: int, kind: str, where: str, helps: tuple[str, ...] = ()
 ) -> None:
-    """Refuse (S653) whole numbers that are not in [0, count).
+    """Refuse (S653) integers that are not in [0, count).
 
-    kind: what one of them is; where: what they count in.  An accelerator asserts it where they
-    lie, and the host does not wait; without values nothing is asked.
+    kind   what an integer names, in words
+    where  the table, in words
+    On an accelerator the check is an asynchronous assert: the host does not wait. Tensors on the
+    meta device are not checked.
     """
     if not_there(numbers.device) or not numbers.numel():
         return

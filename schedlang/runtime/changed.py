@@ -1,7 +1,7 @@
-"""The model with other rules of training: parameters frozen, tied or untied, values shared.
+"""Changes of a model before it is scheduled: freeze, tie and untie parameters.
 
-Each change is a function from a module to a copy of it that lies on the same storage: it costs no
-memory but for what is untied, and the module given stays as it is.
+Each change is a function from a module to a copy on the same storage: it takes no memory except for
+untied parameters, and the given module does not change.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from schedlang.runtime.tracing.meta import copy_with
 
 @dataclass(frozen=True)
 class Freeze:
-    """These parameters (any of their names) take no gradient and are never updated."""
+    """A change: these parameters (by any of their names) take no gradient and are never updated."""
 
     names: frozenset[str]
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """The copy."""
-        still = {id(module.get_parameter(name)) for name in self.names}
+        """Return the changed copy."""
+        frozen = {id(module.get_parameter(name)) for name in self.names}
 
         def made(name: str, old: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(old.detach(), old.requires_grad and id(old) not in still)
+            return nn.Parameter(old.detach(), old.requires_grad and id(old) not in frozen)
 
         return copy_with(module, made, _same)
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Each group of parameters becomes one: the first name's, under all their names."""
+    """A change: each group of parameters becomes one, the parameter of the group's first name."""
 
     groups: tuple[tuple[str, ...], ...]
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """The copy."""
+        """Return the changed copy."""
         firsts: dict[int, nn.Parameter] = {}
         for group in self.groups:
             first = module.get_parameter(group[0])
@@ -53,12 +53,12 @@ class Tie:
 
 @dataclass(frozen=True)
 class Untie:
-    """Each of these names gets a parameter of its own, of the same values."""
+    """A change: each of these names gets a parameter of its own, with the same values."""
 
     names: tuple[str, ...]
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """The copy."""
+        """Return the changed copy."""
         twin = copy_with(module, lambda name, old: on_same_storage(old), _same)
         for name in self.names:
             owner, _, local = name.rpartition(".")
@@ -69,7 +69,7 @@ class Untie:
 
 
 def on_same_storage(old: nn.Parameter) -> nn.Parameter:
-    """A parameter of its own on the storage of another."""
+    """Return a new parameter on the storage of another."""
     return nn.Parameter(old.detach(), old.requires_grad)
 
 

@@ -1,6 +1,6 @@
-"""The modules inside of a module, without a call of Python for each: for what runs in a step.
+"""Walk the modules inside a module fast, without a Python call for each: used within steps.
 
-* Hooks that are there for a while, and calls that are noted by some.
+Also: hooks for the time of a block, and the arguments of first calls.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 
 from torch import nn
 
-Call = tuple[Any, Any]  # arguments, and those by name
+Call = tuple[Any, Any]  # positional arguments, and keyword arguments
 Modules = list[tuple[str, nn.Module]]  # by path, outermost first
 
 
 def modules_in(module: nn.Module) -> Modules:
-    """A module and all inside of it by path, each once, outermost first."""
+    """Return a module and all modules inside it by path, each once, outermost first."""
     found: Modules = []
     seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        path, one = waiting.pop()
+    pending = [("", module)]
+    while pending:
+        path, one = pending.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         found.append((path, one))
-        front = path + "." if path else ""
+        prefix = path + "." if path else ""
         for name, child in reversed(one._modules.items()):
             if child is not None:
-                waiting.append((front + name, child))
+                pending.append((prefix + name, child))
     return found
 
 
 class Inside:
-    """The modules inside of one, walked anew only where a child came, went or was replaced."""
+    """The modules inside a module; walked anew only if a child was added, removed or replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -43,7 +43,7 @@ class Inside:
         self._children: list[dict[str, nn.Module | None]] = []
 
     def now(self) -> Modules:
-        """Return what `modules_in` gives."""
+        """Return the current result of `modules_in`."""
         changed = [k for (_, one), k in zip(self.found, self._children) if one._modules != k]
         if changed or not self.found:
             self.found = modules_in(self.module)
@@ -53,18 +53,18 @@ class Inside:
 
 @contextmanager
 def hooked(handles: Iterable[Any]) -> Iterator[None]:
-    """Take hooks off at the end of a block, each by what torch gave for it."""
-    there = [*handles]
+    """Remove hooks at the end of a block, by the handles that torch returned for them."""
+    registered = [*handles]
     try:
         yield
     finally:
-        for handle in there:
+        for handle in registered:
             handle.remove()
 
 
 @contextmanager
 def first_calls(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call]]:
-    """Note the arguments of the first call of each of these modules."""
+    """Record, within a block, the arguments of the first call of each of these modules."""
     calls: dict[str, Call] = {}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,12 +1,15 @@
-"""Run each module of a rank's program alone on the original's inputs, and judge its results.
+"""Run each module of a rank's program on the original's inputs, and compare its results.
 
-* Cuts a forward at the edges of its modules, so that each is seen alone: what it takes and gives.
-  After the consistent generator of TTrace (arXiv 2506.09280): if every module is fed what it
-  should get, an error cannot travel, and whoever gives something wrong is wrong itself. A module
-  hands something on in two places: to the modules that it calls, and to whoever called it.
-  Backward is cut likewise: what it hands on gets a drawn cotangent, and the gradients of what it
-  was given (by its caller, by the modules it called, as parameters) are its own doing.
-* Judges what the modules of a rank's program give, in a whole run and each one alone.
+Used by proofs to find the first module that computes something wrong.
+
+* `Isolated` separates the modules of a forward, after the consistent generator of TTrace (arXiv
+  2506.09280): if every module gets the correct inputs, an error does not propagate, and a module
+  with a wrong output is wrong itself. A module passes tensors on in two places: to the modules that
+  it calls, and to its caller. The backward is separated likewise: each tensor that a module passes
+  on gets a random cotangent; the gradients of its inputs (from its caller and from the modules that
+  it called) and of its parameters then depend on this module alone.
+* `Watch` compares what the modules of a rank's program return in an ordinary run, `Judge` in a run
+  with separated modules.
 """
 
 from __future__ import annotations
@@ -33,32 +36,39 @@ from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.pipeline.stage import enter
 from schedlang.runtime.propagation.trace import Note
 
-Frame = tuple[str, int]  # a module and which of its calls in one pass over the model
-# of one call: ("input", its own frame, place), ("output", the frame of a module called, place) for
-# what it is given; ("hands", the frame of a module called or its own, place) for what it hands on
+Frame = tuple[str, int]  # a module's name, and which of its calls in one pass over the model
+# of one call. Inputs: ("input", its own frame, index) from its caller, ("output", the frame of a
+# called module, index). Outputs: ("hands", the frame of a called module or its own, index)
 Place = tuple[str, Frame, int]
-Starts = list[int | None]  # of split logits the first class that this rank holds
+Starts = list[int | None]  # the first class of this rank's shard, for vocabulary-sharded logits
 
 
 def in_words(frame: Frame) -> str:
-    """A call as messages name it: its module, and from the second on which call it is."""
+    """Return a call as messages name it: the module, and from the second on the number of the
+    call."""
     name, turn = frame
     return (name or "the model") + (f" (call {turn + 1})" if turn else "")
 
 
 @dataclass
 class Call:
-    """One call of a module of the original: what it takes, gives, and does in backward."""
+    """One call of a module of the original: its inputs, outputs, and gradients."""
 
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
-    gradients: dict[Place, Tensor] = field(default_factory=dict)  # None ones are left out
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # by name, through this call only
+    gradients: dict[Place, Tensor] = field(default_factory=dict)  # without those that are None
+    # by name; gradients through this call only
+    parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Running:
-    """A call that has not returned."""
+    """A call that has not returned.
+
+    given   the tensors that it got; hands: those that it passed on
+    starts  first classes of those that are vocabulary-sharded logits
+    undo    restore the containers of its arguments
+    """
 
     frame: Frame
     module: nn.Module
@@ -70,14 +80,15 @@ class Running:
 
 
 class Isolated(ABC):
-    """Hooks on all modules of a model that replace what crosses their edges.
+    """Hooks on all modules of a model that replace the tensors passed between modules.
 
-    What is handed on is told (`taken`, `returned`), which answer by what the other side is given
-    instead: detached, so that no graph is larger than a module's own code.
+    Subclasses implement `taken` and `returned`, which get the tensors that one module passes on,
+    and return the tensors that the other module gets instead: detached, so that each graph is
+    limited to one module's own code.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
-        """Watch the modules of a model; nothing is seen inside `opaque` ones."""
+        """Put hooks on the modules of a model, except modules inside `opaque` ones."""
         self.running: list[Running] = []
         self.turns: dict[str, int] = {}
         self.handles: list[Any] = []
@@ -87,7 +98,7 @@ class Isolated(ABC):
             self.handles += [before, after]
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -95,21 +106,21 @@ class Isolated(ABC):
 
     @abstractmethod
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """Give a module this instead of what its caller hands it."""
+        """Return the inputs that a module gets instead of those that its caller passes."""
 
     @abstractmethod
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """Give a caller this instead of what the module returns."""
+        """Return the outputs that a caller gets instead of those that the module returns."""
 
     @abstractmethod
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
-        """The gradient that is sent back into something handed on."""
+        """Return the gradient to use for a tensor that a module passes on."""
 
     # -- the hooks ---------------------------------------------------------------------------------
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not name:  # a pass may have ended by an exception: nothing is left of it
+            if not name:  # a pass may have ended by an exception: forget it
                 self.running.clear()
                 self.turns.clear()
             frame = name, self.turns.get(name, 0)
@@ -118,10 +129,10 @@ class Isolated(ABC):
             if self.running:
                 self._hand(self.running[-1], frame, tensors, starts)
             inputs = self.taken(frame, tensors, starts)
-            call = Running(frame, module, inputs, _placed("input", frame, inputs))
+            call = Running(frame, module, inputs, _by_place("input", frame, inputs))
             self.running.append(call)
             made = pytree.tree_unflatten(rebuilt(spec[0], inputs), spec[1])
-            # what it writes into one of them is seen by all
+            # in-place changes of a container must be visible to the caller
             return pytree.written_into((args, kwargs), made, call.undo)
 
         return hook
@@ -139,54 +150,59 @@ class Isolated(ABC):
         for put_back in reversed(call.undo):
             put_back()
         if self.running:
-            self.running[-1].given |= _placed("output", call.frame, outputs)
-            self.running[-1].starts |= _started("output", call.frame, starts)
+            self.running[-1].given |= _by_place("output", call.frame, outputs)
+            self.running[-1].starts |= _starts_by_place("output", call.frame, starts)
         return pytree.tree_unflatten(rebuilt(spec[0], outputs), spec[1])
 
     def _hand(self, call: Running, frame: Frame, tensors: list[Tensor], starts: Starts) -> None:
-        call.hands |= _placed("hands", frame, tensors)
-        call.starts |= _started("hands", frame, starts)
+        call.hands |= _by_place("hands", frame, tensors)
+        call.starts |= _starts_by_place("hands", frame, starts)
 
     # -- backward of one call ----------------------------------------------------------------------
 
     def gradients(self, call: Running) -> tuple[dict[Place, Tensor], dict[str, Tensor]]:
-        """Gradients of what a call was given, and of its own parameters, under the cotangents."""
+        """Return the gradients of a call's inputs and of its own parameters, for the cotangents."""
         hands = {p: t for p, t in call.hands.items() if t.requires_grad}
         given = {p: t for p, t in call.given.items() if t.requires_grad}
-        own = {n: p for n, p in call.module.named_parameters(recurse=False) if p.requires_grad}
-        if not hands or not (given or own) or not torch.is_grad_enabled():
+        parameters = {
+            n: p for n, p in call.module.named_parameters(recurse=False) if p.requires_grad
+        }
+        if not hands or not (given or parameters) or not torch.is_grad_enabled():
             return {}, {}
-        drawn = [self.cotangent(place, value) for place, value in hands.items()]
+        cotangents = [self.cotangent(place, value) for place, value in hands.items()]
         found = torch.autograd.grad(
-            list(hands.values()), [*given.values(), *own.values()], drawn, allow_unused=True
+            list(hands.values()),
+            [*given.values(), *parameters.values()],
+            cotangents,
+            allow_unused=True,
         )
         back = {p: g for p, g in zip(given, found) if g is not None}
         rest = found[len(given) :]
-        return back, {n: g for n, g in zip(own, rest) if g is not None}
+        return back, {n: g for n, g in zip(parameters, rest) if g is not None}
 
 
-def _placed(kind: str, frame: Frame, tensors: Sequence[Tensor]) -> dict[Place, Tensor]:
+def _by_place(kind: str, frame: Frame, tensors: Sequence[Tensor]) -> dict[Place, Tensor]:
     return {(kind, frame, k): tensor for k, tensor in enumerate(tensors)}
 
 
-def _started(kind: str, frame: Frame, starts: Starts) -> dict[Place, int]:
+def _starts_by_place(kind: str, frame: Frame, starts: Starts) -> dict[Place, int]:
     return {(kind, frame, k): start for k, start in enumerate(starts) if start is not None}
 
 
 def outside(model: nn.Module, opaque: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model by name, without those inside opaque ones."""
+    """Yield the modules of a model by name, without those inside opaque modules."""
     for name, module in model.named_modules():
         if not any(name.startswith(f"{other}.") for other in opaque):
             yield name, module
 
 
 def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
-    """The tensors of a nest, where those that are split logits start, and what rebuilds the nest.
+    """Return the tensors of a nest, first classes of sharded logits, and what rebuilds the nest.
 
-    Split logits count as their own part without the padding.
+    Vocabulary-sharded logits count as this rank's shard without padding.
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
-    # what a head hands on alone is its logits
+    # a head that runs alone passes on its logits
     leaves = [leaf.whole() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
     tensors: list[Tensor] = []
     starts: list[int | None] = []
@@ -203,7 +219,8 @@ def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
 
 
 def rebuilt(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """The leaves with other tensors; each may be written into, as what a module returns may."""
+    """Replace the tensors among leaves; the new ones may be modified in place, as a module's
+    outputs may."""
     out: list[Any] = []
     rest = iter(tensors)
     for leaf in leaves:
@@ -218,21 +235,21 @@ def rebuilt(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def fresh(value: Tensor, wants: bool) -> Tensor:
-    """A copy without history, a leaf of a new graph if it `wants` a gradient."""
+    """Return a detached copy, a leaf of a new graph if it `wants` a gradient."""
     copy = value.detach().clone()
     return copy.requires_grad_() if wants and copy.is_floating_point() else copy
 
 
 def drawn(place: Place, value: Tensor) -> Tensor:
-    """A cotangent for the whole of something handed on, the same wherever it is drawn."""
+    """Return a random cotangent for a full tensor; it depends on the place and shape alone."""
     seed = zlib.crc32(repr(place).encode())
-    # not by torch: the modes of a proof refuse random numbers that are not the model's
+    # not by torch: the modes of a proof refuse random draws that are not the model's
     numbers = numpy.random.default_rng(seed).standard_normal(tuple(value.shape))
     return torch.as_tensor(numbers, dtype=value.dtype)
 
 
 class Recorder(Isolated):
-    """The calls of the original in one pass, in the order in which they return."""
+    """Records the calls of the original in one pass, in the order in which they return."""
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
         super().__init__(model, opaque)
@@ -240,24 +257,24 @@ class Recorder(Isolated):
         self._inputs: dict[Frame, list[Tensor]] = {}
 
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """The same, detached, and noted."""
+        """Record the inputs; return detached copies."""
         self._inputs[frame] = [kept(tensor) for tensor in tensors]
         return [kept(tensor) for tensor in tensors]
 
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """The same, detached, and noted with what the call does in backward."""
+        """Record the outputs and the gradients of the call; return detached copies."""
         outputs = [kept(tensor) for tensor in tensors]
         back, own = self.gradients(call)
         self.calls[call.frame] = Call(self._inputs.pop(call.frame), outputs, back, own)
         return [kept(tensor) for tensor in tensors]
 
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
-        """The whole one."""
+        """Return the cotangent of the full tensor."""
         return drawn(place, value)
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy that remembers whether a gradient flows into it."""
+    """Return a detached copy that requires a gradient if the tensor does."""
     return fresh(tensor, tensor.requires_grad)
 
 
@@ -265,14 +282,15 @@ Calls = Mapping[Frame, Call]
 
 
 RTOL = 1e-9
-FLOOR = 1e-12  # of the largest norm of its kind in the pass
+FLOOR = 1e-12  # relative to the largest norm of its kind in the pass
 
 
 @dataclass(frozen=True)
 class View:
-    """The share that a rank holds of the values of the original.
+    """The shards of the original's values that a rank has.
 
-    layouts   as in Traced; partial: parameter -> axes over which its gradient is still to be summed
+    layouts   as in `Traced`
+    partial   parameter -> axes over which its gradient is still to be reduced
     stages    call -> the stage that makes it; empty without a pipeline
     spanning  calls that run in several stages, so that no rank sees all of their backward
     names     (module, attribute) -> the first name of a parameter
@@ -289,33 +307,35 @@ class View:
     names: Mapping[tuple[str, str], str]
 
     def note(self, frame: Frame, given: bool, place: int) -> Note | None:
-        """Return the layout of a tensor that a call is given, or returns; None if unknown."""
+        """Return the layout of an input (`given`) or output of a call; None if unknown."""
         if not self.layouts or not frame[0]:
             return Note()
         notes = self.layouts.get(frame, (None, None))[0 if given else 1]
         return notes[place] if notes is not None and place < len(notes) else None
 
     def local(self, whole: Tensor, note: Note, start: int | None, like: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; of split logits as many classes as in `like`."""
+        """Return this rank's shard of a full tensor; of sharded logits as many classes as `like`
+        has."""
         whole = whole.detach()
         if start is not None:
             return whole[..., start : start + like.shape[-1]]
         for axis, tag in note.tags.items():
             at = self.mesh.index(self.rank, axis)
             positions = tag.positions(whole.shape[tag.dim], self.mesh.size(axis), at)
-            whole = _picked(whole, tag.dim, positions, like)
+            whole = _select_padded(whole, tag.dim, positions, like)
         return whole
 
     def summed(self, value: Tensor, axes: frozenset[str]) -> Tensor:
-        """The sum over the ranks of some axes; they all take part."""
+        """All-reduce a tensor over some axes; all ranks of these axes must call this."""
         for axis in sorted(axes):
             if self.groups[axis].size > 1:
                 value = collectives.all_reduce(value, self.groups[axis])
         return value
 
 
-def _picked(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
-    """Some indices of a dim; behind its end lies padding, of which anything may be true."""
+def _select_padded(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
+    """Select indices of a dim; indices behind its end are padding, and take the values of
+    `like`."""
     size = whole.shape[dim]
     there = torch.tensor([index < size for index in positions])
     found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
@@ -326,7 +346,7 @@ def _picked(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a call makes wrong: `what` in words, `back` if in backward; its values."""
+    """A wrong result of a call: `what` in words, `back` if in backward; error and values."""
 
     frame: Frame
     what: str
@@ -338,7 +358,11 @@ class Finding:
 
 @dataclass
 class Watch:
-    """Compares what every module returns in a run that nobody interferes with."""
+    """Compares what every module returns in an ordinary run.
+
+    calls  those of the original, for each microbatch of this rank
+    seen   (microbatch, call) -> its error, and whether it is within the tolerance
+    """
 
     view: View
     calls: Sequence[Calls]  # of the original, for each microbatch of this rank
@@ -348,7 +372,7 @@ class Watch:
     opaque: frozenset[str] = frozenset()
 
     def follow(self, model: nn.Module, opaque: Collection[str]) -> None:
-        """Put hooks on all modules but those inside opaque ones."""
+        """Put hooks on all modules except those inside opaque ones."""
         self.opaque = frozenset(opaque)
         for name, module in outside(model, opaque):
             module.register_forward_pre_hook(self._before(name))
@@ -369,7 +393,7 @@ class Watch:
             part = here.microbatch if here is not None else 0
             call = self.calls[part].get(frame)
             elsewhere = self.view.stages.get(frame, self.stage) != self.stage
-            # a recomputation calls once more than the original does, or comes too late to be first
+            # a recomputation repeats a call of the original: only the first counts
             if call is None or elsewhere or (part, frame) in self.seen:
                 return
             tensors, starts, _ = parts_of(output)
@@ -387,25 +411,25 @@ class Watch:
         for k, (got, want, start) in enumerate(zip(tensors, call.outputs, starts)):
             note = self.view.note(frame, False, k)
             if note is not None or start is not None:
-                part = self.view.local(want, note or Note(), start, got)
-                worst = max(worst, difference(got.detach(), part, scale))
+                shard = self.view.local(want, note or Note(), start, got)
+                worst = max(worst, difference(got.detach(), shard, scale))
         return worst, worst <= RTOL
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """The largest norm among floating-point tensors, of what is finite in them."""
+    """Return the largest norm among floating-point tensors, without entries that are not finite."""
     floats = (t.detach() for t in tensors if t.is_floating_point())
     norms = (float(torch.where(t.abs() < 1e30, t, 0).double().norm()) for t in floats)
     return max(norms, default=0.0)
 
 
 def difference(got: Tensor, want: Tensor, scale: float) -> float:
-    """The relative error, infinite for another shape or what is not finite; 0 if incomparable."""
+    """Return the relative error; infinite for another shape or for values that are not finite."""
     if got.shape != want.shape:
         return math.inf
     if not got.is_floating_point():
         return float((got != want).any())
-    same = (got == want) | ~want.isfinite()  # masks hold -inf; the mean of no labels is not defined
+    same = (got == want) | ~want.isfinite()  # masks contain -inf; the mean over no label is NaN
     gap = torch.where(same, 0, got - want).double()
     size = float(torch.where(want.isfinite(), want, 0).double().norm())
     error = float(gap.norm())
@@ -416,7 +440,7 @@ def difference(got: Tensor, want: Tensor, scale: float) -> float:
 
 
 class Judge(Isolated):
-    """Feeds every module what the original's gets, and notes what it makes wrong of it."""
+    """Gives every module the original's inputs, and records its wrong results."""
 
     def __init__(
         self, model: nn.Module, view: View, calls: Sequence[Calls], opaque: Collection[str]
@@ -427,7 +451,7 @@ class Judge(Isolated):
         self.findings: list[Finding] = []
         self.judged: set[str] = set()
         self.unknown: set[str] = set()
-        self._blind = False  # of a call that runs: something of it is not known
+        self._blind = False  # something of the running call is unknown
 
     def _reference(self, frame: Frame) -> Call | None:
         here = scope.current()
@@ -440,14 +464,15 @@ class Judge(Isolated):
     ) -> None:
         error = difference(got.detach(), want, scale)
         if not error <= RTOL:
-            known = any(one.back == back for one in self.findings)  # the first of each is looked at
+            # values are stored for the first of each kind
+            known = any(one.back == back for one in self.findings)
             values = (None, None) if known else (got.detach().clone(), want.clone())
             self.findings.append(Finding(frame, what, error, back, *values))
 
     # -- forward -----------------------------------------------------------------------------------
 
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """Give what the original's module is given; another value is the caller's fault."""
+        """Return the original's inputs; another value is a fault of the caller."""
         call = self._reference(frame)
         if call is None or len(call.inputs) != len(tensors):
             return tensors
@@ -456,20 +481,20 @@ class Judge(Isolated):
         return self._forced(caller, frame, what, call.inputs, tensors, starts, True)
 
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """Give what the original's module returns; another value is the fault of this one."""
-        known = self._reference(call.frame)
-        if known is None:
+        """Return the original's outputs; another value is a fault of this module."""
+        original = self._reference(call.frame)
+        if original is None:
             return tensors
-        same = len(known.outputs) == len(tensors)
+        same = len(original.outputs) == len(tensors)
         if not same and call.frame[0] not in self.opaque:
             self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
             return tensors
         self.judged.add(call.frame[0])
         forced = self._forced(
-            call.frame, call.frame, "its output", known.outputs, tensors, starts, False
+            call.frame, call.frame, "its output", original.outputs, tensors, starts, False
         )
         if same and call.frame not in self.view.spanning:
-            self._backward(call, known)
+            self._backward(call, original)
         return [*forced, *tensors[len(forced) :]]
 
     def _forced(
@@ -502,13 +527,13 @@ class Judge(Isolated):
     # -- backward ----------------------------------------------------------------------------------
 
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
-        """This rank's part of what the original's backward was drawn; a share where parts add."""
+        """Return this rank's shard of the cotangent; where shards are added, a share of it."""
         _, frame, k = place
         own = bool(self.running) and frame == self.running[-1].frame
-        known = self._reference(frame)
-        if known is None:
+        original = self._reference(frame)
+        if original is None:
             return torch.zeros_like(value)  # the original has no such module
-        whole = drawn(place, known.outputs[k] if own else known.inputs[k])
+        whole = drawn(place, original.outputs[k] if own else original.inputs[k])
         note, start = self.view.note(frame, not own, k), self.running[-1].starts.get(place)
         part = self.view.local(whole, note or Note(), start, value)
         if (note is None and start is None) or part.shape != value.shape:
@@ -531,13 +556,13 @@ class Judge(Isolated):
                 continue
             note = note or Note()
             got = self.view.summed(back.get(place, torch.zeros_like(leaf)), note.entered)
-            what = f"the gradient of {_named(place, call.frame)}"
+            what = f"the gradient of {_tensor_text(place, call.frame)}"
             want = self.view.local(whole, note, start, got)
             self._compare(call.frame, what, got, want, scale, True)
-        held = dict(call.module.named_parameters(recurse=False))
+        parameters = dict(call.module.named_parameters(recurse=False))
         for name, whole in known.parameters.items():
-            if name not in held:
-                continue  # another module stands here
+            if name not in parameters:
+                continue  # another module is here
             first = self.view.names[call.frame[0], name]
             holding = replace(self.view.holdings[first], sliced=())
             part = take(whole, holding, self.view.mesh, self.view.rank)
@@ -547,13 +572,13 @@ class Judge(Isolated):
             self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
 
 
-def _named(place: Place, own: Frame) -> str:
+def _tensor_text(place: Place, own: Frame) -> str:
     kind, frame, k = place
     return f"its input {k}" if frame == own and kind == "input" else f"the output of {frame[0]}"
 
 
 def worst_of(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """One finding for each module and thing, with the largest error, in the order made."""
+    """Yield one finding for each module and text, with its largest error, in order."""
     found: dict[tuple[str, str], Finding] = {}
     for one in findings:
         first = found.setdefault((one.frame[0], one.what), one)

@@ -1,6 +1,6 @@
-"""State that code of the user's keeps between calls, as it is now, and put back after a run.
+"""Snapshot and restore the state that user code keeps in a model's modules and in a loss.
 
-Plain attributes of a model's modules; those of a loss, and what it closes over.
+This is: plain attributes of a model's modules; attributes of a loss, and variables in its closure.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from schedlang.ir import pytree
 
 STANDARD = frozenset(vars(nn.Module()))
 PLAIN = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
-DEPTH = 3  # of objects in objects of a loss
-MOST = 4096  # entries of a list, or of a table
+DEPTH = 3  # nested objects of a loss
+MOST = 4096  # entries of a list or dict
 OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
-LARGE = frozenset({"transformers", "diffusers"})  # their configs are no state of a forward
+LARGE = frozenset({"transformers", "diffusers"})  # their configs are not state of a forward
 Space = MutableMapping[str, Any]
 
 
 class Kept:
-    """The plain attributes of a model's modules, and of its loss, as they are now."""
+    """A snapshot of the plain attributes of a model's modules, and of the state of its loss."""
 
     def __init__(self, model: nn.Module | None, loss: Any = None) -> None:
-        self._before = [(name, space, _noted(space)) for name, space in _spaces(model, loss)]
+        self._before = [(name, space, _snapshot(space)) for name, space in _spaces(model, loss)]
 
     def changed(self) -> dict[str, Any]:
-        """Return those that have changed since, or have come, by name, with their values."""
+        """Return the values that have changed or been added since, by name."""
         return {name: value for name, _, _, value in self._changes()}
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore all values."""
         for _, space, (before, key), _ in [*self._changes()]:
             if key in before:
-                space[key] = _as_it_was(*before[key])
+                space[key] = _restored(*before[key])
             else:
                 del space[key]
 
     def _changes(self) -> Iterator[tuple[str, Space, tuple[Mapping[str, Any], str], Any]]:
         for name, space, before in self._before:
-            for key, value in _plain(space).items():
+            for key, value in _plain_entries(space).items():
                 if key not in before or not alike(before[key][1], value):
                     yield f"{name}.{key}".lstrip("."), space, (before, key), value
 
 
-def _as_it_was(held: Any, before: Any) -> Any:
-    """The very list or table that was held, which others may hold too, with what was in it."""
+def _restored(held: Any, before: Any) -> Any:
+    """Return the value to restore: the same list or dict object, with its former contents."""
     if type(held) is list:
         held[:] = _copied(before)
     elif type(held) is dict:
@@ -63,12 +63,12 @@ def _as_it_was(held: Any, before: Any) -> Any:
 
 
 class Cells(MutableMapping[str, Any]):
-    """The variables that a function closes over, by name."""
+    """The variables in a function's closure, by name."""
 
     def __init__(self, function: FunctionType) -> None:
         names = function.__code__.co_freevars
         cells: dict[str, CellType] = dict(zip(names, function.__closure__ or ()))
-        self.cells = {name: cell for name, cell in cells.items() if _bound(cell)}
+        self.cells = {name: cell for name, cell in cells.items() if _is_bound(cell)}
 
     def __getitem__(self, name: str) -> Any:
         return self.cells[name].cell_contents
@@ -80,13 +80,13 @@ class Cells(MutableMapping[str, Any]):
         del self.cells[name].cell_contents
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name, cell in self.cells.items() if _bound(cell)])
+        return iter([name for name, cell in self.cells.items() if _is_bound(cell)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def _bound(cell: CellType) -> bool:
+def _is_bound(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -94,22 +94,23 @@ def _bound(cell: CellType) -> bool:
 
 
 def _spaces(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Space]]:
-    met = set[int]()
+    visited = set[int]()
     for name, one in () if model is None else model.named_modules():
         yield name, vars(one)
-        held = [(key, value) for key, value in vars(one).items() if _of_a_user(type(value))]
+        held = [(key, value) for key, value in vars(one).items() if _is_users_class(type(value))]
         for key, value in held:
             if not isinstance(value, nn.Module):
                 path = f"{name}.{key}".lstrip(".")
-                yield from ((path, space) for space in _inside(value, met, 1))
-    yield from (("the loss", space) for space in _inside(loss, set(), DEPTH))
+                yield from ((path, space) for space in _spaces_of(value, visited, 1))
+    yield from (("the loss", space) for space in _spaces_of(loss, set(), DEPTH))
 
 
-def _inside(owner: Any, met: set[int], depth: int) -> Iterator[Space]:
-    """Yield the attributes of an object, of those that it holds, and what functions close over."""
-    if id(owner) in met:
+def _spaces_of(owner: Any, visited: set[int], depth: int) -> Iterator[Space]:
+    """Yield the attributes of an object and of the objects that it holds, and closures of
+    functions."""
+    if id(owner) in visited:
         return
-    met.add(id(owner))
+    visited.add(id(owner))
     inner: list[Any] = []
     if isinstance(owner, nn.Module):
         yield from (space for one in owner.modules() for space in (vars(one), one._buffers))
@@ -129,28 +130,28 @@ def _inside(owner: Any, met: set[int], depth: int) -> Iterator[Space]:
         yield vars(owner)
         inner = [*vars(owner).values()]
     for one in inner if depth else ():
-        if callable(one) or type(one) in (list, tuple, dict) or _of_a_user(type(one)):
-            yield from _inside(one, met, depth - 1)
+        if callable(one) or type(one) in (list, tuple, dict) or _is_users_class(type(one)):
+            yield from _spaces_of(one, visited, depth - 1)
 
 
-def _of_a_user(kind: type) -> bool:
+def _is_users_class(kind: type) -> bool:
     return kind not in PLAIN and kind.__module__.split(".")[0] not in OTHERS | LARGE
 
 
-def _plain(space: Space) -> dict[str, Any]:
-    return {k: v for k, v in space.items() if k not in STANDARD and _small(v)}
+def _plain_entries(space: Space) -> dict[str, Any]:
+    return {k: v for k, v in space.items() if k not in STANDARD and _is_plain(v)}
 
 
-def _small(value: Any) -> bool:
-    """Return whether a value is plain; tables of data, which no forward changes, are left out."""
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is plain; tables of data, which no forward changes, are excluded."""
     if isinstance(value, (list, dict, tuple)):
         return len(value) <= MOST
     return isinstance(value, PLAIN)
 
 
-def _noted(space: Space) -> dict[str, tuple[Any, Any]]:
-    """Return what is held under each name, and a copy of it."""
-    return {key: (value, _copied(value)) for key, value in _plain(space).items()}
+def _snapshot(space: Space) -> dict[str, tuple[Any, Any]]:
+    """Return, for each name, the object that is held, and a copy of it."""
+    return {key: (value, _copied(value)) for key, value in _plain_entries(space).items()}
 
 
 def _copied(value: Any) -> Any:
@@ -160,7 +161,7 @@ def _copied(value: Any) -> Any:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, tensors in them by their numbers."""
+    """Return whether two values are equal; tensors in them are compared by value."""
     if a is b:
         return True
     mine, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
@@ -170,14 +171,14 @@ def alike(a: Any, b: Any) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
-        return same and (a.is_meta or _close(a, b))
+        return same and (a.is_meta or _allclose(a, b))
     if a is b:
         return True
     try:
         return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
-    except Exception:  # whatever `==` of its class raises: it is another object
+    except Exception:  # `==` of its class raises: it is another object
         return False
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _allclose(a: Tensor, b: Tensor) -> bool:
     return bool(torch.allclose(a.detach(), b.detach(), rtol=1e-9, atol=1e-12, equal_nan=True))

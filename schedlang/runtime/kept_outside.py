@@ -1,6 +1,6 @@
-"""State that a model's code keeps outside of it, in globals and caches, put back after a run.
+"""Restore state that a model's code keeps in globals and caches, after a run of the model.
 
-So are what a loss keeps, and where the generators of Python and of numpy stand.
+Also: the state of a loss, and the states of the generators of Python and numpy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from schedlang.runtime.kept_inside import LARGE, OTHERS, Kept
 
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
-DEPTH = 3  # of containers in containers
-MOST = 4096  # entries of a container that is looked into: tables are few
-GONE = object()  # of a name that was not there before
-_closed: set[type] = set()  # of values that are no container, by the classes that were met
+DEPTH = 3  # nested containers
+MOST = 4096  # entries of a container that is searched: larger ones are tables
+GONE = object()  # value of a name that did not exist before
+_closed: set[type] = set()  # classes of values that are no container, cached
 
 Put = Callable[[Any, Any], None]
 Undo = list[Callable[[], None]]
@@ -33,19 +33,20 @@ Undo = list[Callable[[], None]]
 
 @contextmanager
 def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Run code of a model without values, or in another dtype, and forget what it keeps of that.
+    """Run a model's code without values, or in another dtype, and restore its outside state
+    afterwards.
 
-    Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
-    a class or by `functools.lru_cache`: the model itself would meet them afterwards.  Nor is a
-    `loss` to count the calls that are made here, or to keep their means.
+    Models often make masks and tables of positions once, and store them in a global dict, in a
+    variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
+    them. A `loss` must not count the calls made here either, nor keep their means.
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
     own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
     spaces = _spaces(own)
     undo: Undo = []
     keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
-    # a proof comes here a hundred times, and most functions have no names
-    without = [one for one in spaces if not one[0]]
+    # a proof comes here a hundred times, and most functions have no attributes
+    empty = [one for one in spaces if not one[0]]
     try:
         for names, put in spaces:
             if names:
@@ -53,7 +54,7 @@ def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
         with as_before(loss) if keeps else generators_as_before():
             yield
     finally:
-        for names, put in without:
+        for names, put in empty:
             if names:
                 _put_back(names, {}, put)
         for back in undo:
@@ -62,7 +63,7 @@ def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
 
 @contextmanager
 def as_before(loss: Any) -> Iterator[None]:
-    """Call a loss of which nothing stays behind: neither what it counts nor what it draws."""
+    """Restore, after the block, the state of a loss and of random generators."""
     kept = Kept(None, loss)
     try:
         with generators_as_before():
@@ -73,7 +74,7 @@ def as_before(loss: Any) -> Iterator[None]:
 
 @contextmanager
 def generators_as_before() -> Iterator[None]:
-    """Let the generators of Python and of numpy stand where they stood."""
+    """Restore, after the block, the states of Python's and numpy's generators."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     try:
@@ -86,17 +87,23 @@ def generators_as_before() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=16)  # one model is run many times
 def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put]]:
-    """List the names of modules, classes and functions, and cells, each with what sets one."""
-    homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
-    near = set[str]()  # the modules that values of a module's globals are, or come from
-    for value in [value for name in homes for value in vars(sys.modules[name]).values()]:
+    """List namespaces of modules, classes and functions, and cells, each with its setter."""
+    modules_searched = {name for cls in classes if (name := cls.__module__) in sys.modules}
+    neighbors = set[
+        str
+    ]()  # the modules that are values of a module's globals, or define such values
+    for value in [value for name in modules_searched for value in vars(sys.modules[name]).values()]:
         home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
         if isinstance(home, str):
-            near.add(home)
-    # of large libraries only what defines the classes is seen
-    homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
-    modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
-    functions = {f for s in (*modules, *map(vars, classes)) for f in _functions(s, homes)}
+            neighbors.add(home)
+    # of large libraries only the modules that define the classes are searched
+    modules_searched |= {
+        n for n in neighbors if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE
+    }
+    modules: list[Any] = [vars(sys.modules[name]) for name in sorted(modules_searched)]
+    functions = {
+        f for s in (*modules, *map(vars, classes)) for f in _functions(s, modules_searched)
+    }
     found: list[tuple[Any, Put]] = [
         (space, partial(_set_item, space))
         for space in (*modules, *(function.__dict__ for function in functions))
@@ -127,18 +134,18 @@ def _set_cell(cells: tuple[CellType, ...], place: int, value: Any) -> None:
 
 def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
     for value in tuple(space.values()):
-        if isinstance(value, ModuleType):  # one that imports what it is asked for
+        if isinstance(value, ModuleType):  # it may import what is asked for
             continue
-        for one in (value, getattr(value, "__wrapped__", value)):  # of a decorator
+        for one in (value, getattr(value, "__wrapped__", value)):  # for a decorator
             if isinstance(one, FunctionType) and one.__module__ in homes:
                 yield one
 
 
 def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
-    """Add what puts names back, and what containers and caches under them hold, to `undo`."""
+    """Append to `undo` what restores the names of a space, and containers and caches under them."""
     before = _contents(space)
     undo.append(partial(_put_back, space, before, put))
-    if _closed.issuperset(map(type, before.values())):  # nearly all: no look at each value
+    if _closed.issuperset(map(type, before.values())):  # nearly always: no look at each value
         return
     for key, value in before.items():
         if type(value) in _closed:
@@ -153,12 +160,12 @@ def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
 
 
 def _contents(space: Any) -> dict[Any, Any]:
-    """Names and values; of a list, or of cells, places and values."""
+    """Return names and values; for a list or cells, indices and values."""
     if isinstance(space, list):
         return dict(enumerate(space))
     if isinstance(space, tuple):
         return dict(enumerate(map(_content, space)))
-    # some make a value whenever one is asked for, as transformers' table of activations does
+    # some make a value when it is looked up, such as transformers' table of activations
     return dict(dict.items(space)) if isinstance(space, dict) else dict(space)
 
 
@@ -183,7 +190,7 @@ def _put_back(space: Any, before: dict[Any, Any], put: Put | None) -> None:
     if put is not None:
         for key in held:
             put(key, before.get(key, GONE))
-    elif held:  # a list: its places are those of before
+    elif held:  # a list has the same indices as before
         space[:] = before.values()
 
 

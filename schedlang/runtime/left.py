@@ -1,7 +1,7 @@
-"""Calls that a kernel does not take, and leaves to the module's own computation: noted, and told.
+"""Record calls that a kernel does not support and that run the module's own computation instead.
 
-A layer that holds a kernel notes each of them at its module, with the reason.  Nothing is wrong
-then, and nothing is faster either: whoever asked for the kernel is to know it (W703).
+A layer with a kernel records each such call at its module, with the reason. The result is correct,
+but no faster, so the user gets the warning W703.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.diagnostics.tables import PLAIN
 
-_NOTED = "_schedlang_left"  # of a module: (kernel, reason) -> how often, what the first was given
-_TOLD = "_schedlang_told"  # of a module: its name, and the reasons that all have told
+# of a module: (kernel, reason) -> number of calls, and arguments of the first
+_DECLINED = "_schedlang_left"
+# of a module: its name, and the reasons already warned about, shared by all modules
+_WARNED = "_schedlang_told"
 
-Made = TypeVar("Made", bound=Any)  # a Program, which stands above
+Made = TypeVar("Made", bound=Any)  # a Program: that module is above this one
 
 
 @dataclass(frozen=True)
 class Left:
-    """Calls of one kernel that were left for one reason: where, how many, what the first was
-    given."""
+    """Calls that one kernel declined for one reason: modules, number, and arguments of the
+    first."""
 
     kernel: str
     why: str
@@ -45,26 +47,26 @@ class Left:
 
     @property
     def warning(self) -> Diagnostic:
-        """W703."""
+        """The diagnostic W703."""
         row = "fuse()" if self.kernel == "fuse" else f"replace_kernel({self.kernel})"
         helps = (f"drop the row `{row}` there, or change what the message names",)
         return Diagnostic("W703", str(self), helps=helps, level="warning")
 
 
 def leave(module: nn.Module, kernel: str, why: str, **given: object) -> None:
-    """Note that `kernel` left a call to `module`, which was given these tensors.
+    """Record at a module that `kernel` declined a call; `given` are its arguments by name.
 
-    Inside a graph of torch.compile nothing is noted.
+    Inside a graph of torch.compile nothing is recorded.
     """
     if torch.compiler.is_compiling():
         return
-    noted = vars(module).setdefault(_NOTED, {})
-    calls, first = noted.get((kernel, why), (0, ""))
+    declined = vars(module).setdefault(_DECLINED, {})
+    calls, first = declined.get((kernel, why), (0, ""))
     first = first or ", ".join(f"{name} {_shape(value)}" for name, value in given.items())
-    noted[kernel, why] = (calls + 1, first)
-    name, told = vars(module).get(_TOLD, ("", None))
-    if told is not None and (kernel, why) not in told:
-        told.add((kernel, why))
+    declined[kernel, why] = (calls + 1, first)
+    name, warned = vars(module).get(_WARNED, ("", None))
+    if warned is not None and (kernel, why) not in warned:
+        warned.add((kernel, why))
         warnings.warn(Left(kernel, why, (name,), 1, first).warning.render(PLAIN), stacklevel=2)
 
 
@@ -73,25 +75,28 @@ def _shape(value: object) -> str:
 
 
 def telling(program: Made) -> Made:
-    """A program of whose modules each reason is from now on a Python warning, once."""
-    told: set[tuple[str, str]] = set()
-    for name, part in program.assembly.module.named_modules():
-        vars(part)[_TOLD] = (name, told)
+    """Let the modules of a program issue a Python warning for each reason, once; return the
+    program."""
+    warned: set[tuple[str, str]] = set()
+    for name, module in program.assembly.module.named_modules():
+        vars(module)[_WARNED] = (name, warned)
     return program
 
 
 def left_in(module: nn.Module) -> tuple[Left, ...]:
-    """Return what kernels left in a module and in all inside of it so far; recomputed calls
-    count."""
+    """Return the calls that kernels declined so far in a module and all inside it.
+
+    Recomputed calls count.
+    """
     return merged(
         Left(kernel, why, (name,), calls, given)
-        for name, part in module.named_modules()
-        for (kernel, why), (calls, given) in vars(part).get(_NOTED, {}).items()
+        for name, child in module.named_modules()
+        for (kernel, why), (calls, given) in vars(child).get(_DECLINED, {}).items()
     )
 
 
 def merged(found: Iterable[Left]) -> tuple[Left, ...]:
-    """Merge notes of several modules, ranks or runs: one for each kernel and reason."""
+    """Merge the records of several modules, ranks or runs: one for each kernel and reason."""
     groups: dict[tuple[str, str], list[Left]] = {}
     for one in found:
         groups.setdefault((one.kernel, one.why), []).append(one)

@@ -1,4 +1,4 @@
-"""Measurements of a program: bytes of its live tensors on this rank, units of work in a batch."""
+"""Measure a program: bytes of its tensors on this rank, and units of work in a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedlang.runtime.program import Program
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, counted from its tensors; `peak` as its allocator saw it, or None."""
+    """Bytes of tensors on one rank; `peak` as the allocator counted it, or None."""
 
     rank: int
     parameters: int
@@ -25,12 +25,13 @@ class Memory:
     peak: int | None = None
 
     def to_json(self) -> dict[str, int | None]:
-        """All of it."""
+        """Return all fields."""
         return asdict(self)
 
 
 def memory_of(program: Program) -> Memory:
-    """Return the bytes that this rank holds now; gradients exist from a step until the next."""
+    """Return the bytes that this rank holds now; gradients exist from a step until the next
+    step."""
     parameters = list(program.assembly.parameters.values())
     grads = local_gradients(parameters)
     state: list[Any] = []
@@ -51,8 +52,10 @@ def _bytes(values: Iterable[Any]) -> int:
 
 
 def work_in(batch: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the work in a batch and its unit: tokens (padding too) of its first input of ids, else
-    rows."""
+    """Return the work in a batch and its unit.
+
+    The unit is "tokens" (with padding) if an input is an integer tensor of 2 dims, else "rows".
+    """
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
             return value.numel(), "tokens"

@@ -1,8 +1,8 @@
-"""A part of a batch none of whose labels counts: the mean loss over them is zero, not 0 / 0.
+"""Make the mean loss of a part of a batch without counted labels zero instead of 0 / 0.
 
-Its weight is zero anyway, but what is computed from a loss that is no number gets gradients that
-are none either.  Its inputs stay as they are: a model may read labels elsewhere, too, as decoders
-do whose inputs are the labels moved by one.
+The weight of the part is zero, but gradients of a NaN loss would be NaN too. The inputs of the part
+do not change: a model may use labels for more, such as a decoder whose inputs are the shifted
+labels.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NAMES = (
 
 
 class _NoLabels(TorchFunctionMode):
-    """Takes sums where torch would take means over no label at all.
+    """Computes the sum where torch would compute a mean over no label.
 
-    Where only the device knows what the part weighs, zero is put in the place of such a mean there.
+    If the weight of the part is on the device, the mean is replaced by zero on the device.
     """
 
     def __init__(self, weight: Number) -> None:
@@ -57,19 +57,20 @@ def _is_mean(given: dict[str, Any]) -> bool:
 
 
 def no_labels(weight: Number) -> AbstractContextManager[Any]:
-    """Enter the computation of a loss of a part of a batch that weighs so much, perhaps nothing."""
-    bare = isinstance(weight, Tensor) or not weight
-    return ambient(_NoLabels(weight)) if bare else nullcontext()
+    """Return a context for computing the loss of a part of a batch with this weight, perhaps
+    zero."""
+    may_be_zero = isinstance(weight, Tensor) or not weight
+    return ambient(_NoLabels(weight)) if may_be_zero else nullcontext()
 
 
 def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return a context: `around`, and inside it that of the loss of a part that weighs so much."""
+    """Return a context: `around`, and inside it `no_labels(weight)` where needed."""
     if not isinstance(weight, Tensor) and weight:
-        return around  # as almost always, and in every operation of a step
-    return _both(around, no_labels(weight))
+        return around  # the usual case, in every operation of a step
+    return _nested(around, no_labels(weight))
 
 
 @contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+def _nested(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
     with one, other:
         yield

@@ -1,4 +1,7 @@
-"""A step of a built program without values: its parameters and batch lie on the meta device."""
+"""Dry run of a step of a built program: its parameters and batch are on the meta device.
+
+The simulator uses this to record the messages and memory of one rank without values.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from schedlang.runtime.tracing.meta import OnMeta, meta_batch, remembered, stora
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import Process, uncollected
 
-# what multiplies (True) or divides in place
+# functions that multiply (True) or divide in place
 SCALES: dict[Any, bool] = {
     Tensor.mul_: True,
     Tensor.__imul__: True,
@@ -44,36 +47,37 @@ ASKING = (Tensor.cpu, Tensor.tolist, Tensor.__float__, Tensor.__bool__)
 
 
 class Answers(TorchFunctionMode):
-    """Answers for values that a meta tensor does not have, and remembers what was put side by side.
+    """A mode that answers for values that meta tensors lack, and records concatenated gradients.
 
-    `together` tells of each flat result of `torch.cat`, by its id, which of these `parameters` had
-    their gradients in it then, and where: later a gradient may lie elsewhere, another tensor there.
+    `together`: id of a flat result of `torch.cat` -> the tensors, and the parameters whose
+    gradients it contains and where. It is recorded at once: later a gradient may be elsewhere, and
+    another tensor in its place.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.parameters = parameters
-        # all are kept, because another tensor may come to lie where one was
+        # the tensors are kept alive: another tensor could get the same id
         self.together: dict[int, tuple[list[Tensor], Mapping[str, tuple[int, int]]]] = {}
-        # where a tensor lies -> what multiplied it, outside of the model
+        # where a tensor is -> its factor from outside of the model
         self.scaled: dict[tuple[int, int], float] = {}
-        self.outside = True  # of the model: nobody knows any value there
+        self.outside = True  # of the model: no values are known there
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the call, or make up its answer."""
+        """Run the call, or invent its answer."""
         kwargs = dict(kwargs or {})
-        given = args[0] if args else None
-        if func in ASKING and isinstance(given, Tensor) and given.is_meta:
+        first = args[0] if args else None
+        if func in ASKING and isinstance(first, Tensor) and first.is_meta:
             if func is Tensor.cpu:
-                return given
+                return first
             if func is Tensor.tolist:
-                return torch.ones(given.shape, device="cpu").tolist()
+                return torch.ones(first.shape, device="cpu").tolist()
             if func is Tensor.__float__ and self.outside:
                 return 1.0
             if func is Tensor.__bool__ and self.outside:
-                return False  # as where nothing overflows
+                return False  # no overflow
         if self.outside and func in SCALES and isinstance(args[1], int | float):
             at, factor = lies(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
@@ -85,7 +89,7 @@ class Answers(TorchFunctionMode):
         return out
 
     def _gradients_in(self, parts: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
-        """Return the parameters whose gradients begin where one of these tensors does."""
+        """Return the parameters whose gradients begin at the start of one of these tensors."""
         with torch._C.DisableTorchFunction():
             there = {lies(part) for part in parts}
             grads = [(name, parameter.grad) for name, parameter in self.parameters.items()]
@@ -95,7 +99,8 @@ class Answers(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Letter:
-    """A message between stages as the pipeline means it: between which ranks, and what it is."""
+    """A message between stages, as the pipeline issues it: its ranks, its name, and number of
+    tensors."""
 
     ends: tuple[int, int]
     sends: bool
@@ -104,22 +109,22 @@ class Letter:
 
 
 def lies(tensor: Tensor) -> tuple[int, int]:
-    """Equal for tensors that begin at the same place of the same memory."""
+    """Return where a tensor begins: its storage, and its offset."""
     return storage(tensor), int(tensor.storage_offset())
 
 
 @dataclass
 class Played(Program):
-    """A program whose microbatches lose their values on the way in.
+    """A program whose microbatches lose their values when they enter the pipeline.
 
-    `weights` are those that the last step gave its microbatches; `letters` what it sent to other
-    stages and expected of them.
+    `weights` are the weights that the last step gave its microbatches; `letters` the messages that
+    it sent to other stages and expected from them.
     """
 
     weights: list[float] = field(default_factory=list)
     letters: list[Letter] = field(default_factory=list)
     answers: Answers = field(default_factory=lambda: Answers({}))
-    footprint: Footprint | None = None  # is told what runs, and whose gradients there are
+    footprint: Footprint | None = None  # is told what runs, and which gradients exist
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[Number] | None, *, train: bool
@@ -129,12 +134,12 @@ class Played(Program):
 
         def run(batches: Any, scale: Any = None, **options: Any) -> Any:
             self.weights = list(scale or ())
-            told = options.pop("on_op")
+            original_on_op = options.pop("on_op")
 
             def on_op(event: Event) -> None:
                 self._mark(event.op)
-                if told is not None:
-                    told(event)
+                if original_on_op is not None:
+                    original_on_op(event)
 
             return plain(batches, scale, **options, on_op=on_op)
 
@@ -142,7 +147,7 @@ class Played(Program):
         vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
-            with torch._C.DisableTorchFunction():  # what is known is real, not on the meta device
+            with torch._C.DisableTorchFunction():  # the inputs are real, not on the meta device
                 known = OnMeta([p.inputs for p in parts], [p.inputs for p in bare])
             with known:
                 return super()._run(bare, scale, train=train)
@@ -152,11 +157,11 @@ class Played(Program):
             self._mark(None)
 
     def _mark(self, what: Any) -> None:
-        """Tell the footprint what begins to run."""
+        """Tell the footprint which operation begins."""
         if self.footprint is not None:
             gc.collect()
             held = self.assembly.parameters.values()
-            with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            with torch._C.DisableTorchFunction():  # outside of all modes
                 gradients = [p.grad for p in held if p.grad is not None]
             self.footprint.hold("gradients", gradients)
             self.footprint.mark(what)
@@ -169,10 +174,10 @@ def play(
     footprint: Footprint | None = None,
     dealings: dict[object, Any] | None = None,
 ) -> Played:
-    """One training step, with nothing in it; `batch` is whole, and its values are real.
+    """Run one training step without values; `batch` is the full batch, with real values.
 
-    With a footprint also the step of the program's optimizer.  Plays of one plan on one batch share
-    `dealings`, so that it is dealt and weighed once.
+    With a footprint, the step of the program's optimizer runs too. Dry runs of one plan on one
+    batch share `dealings`, so that the batch is split and weighted once.
     """
     from schedlang.runtime.pipeline.stage import signature
 
@@ -185,24 +190,24 @@ def play(
     if pipeline.parking is not None:
         for mail in (pipeline.parking.out, pipeline.parking.home):
             mail.device = torch.device("meta")
-        vars(pipeline.parking)["told"] = lambda source: ()  # nobody is there to tell
-    _overhear(pipeline.mail, played.letters)
+        vars(pipeline.parking)["told"] = lambda source: ()  # no other rank exists
+    _record_messages(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
     shard, split = parts[0].shard, assembly.tokens
     whole: Callable[[Any], tuple[int, ...]] = (
-        tuple if split is None else split.sizes(batch, shard.place, _spread(assembly))
+        tuple if split is None else split.sizes(batch, shard.place, _copies_of_rows(assembly))
     )
-    for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
+    for edge, tokens in cut.routes.items():  # as after the first step, when sizes are known
         leaves = [cut.graph.leaves[token] for token in tokens]
         for part, replica in product(parts, range(pipeline.timeline.replicas)):
             shape = (True, signature(meta_batch(part.inputs)))
-            for index, resized in enumerate(_sizes(pipeline, part, whole)):
+            for index, resized in enumerate(_slice_shapes(pipeline, part, whole)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
     watched: tuple[Any, ...] = ()
     if footprint is not None:
         footprint.operator = remembered
-        watched = _at_marks(), ambient(Fused()), footprint
+        watched = _collect_at_marks(), ambient(Fused()), footprint
         for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
             vars(stub)["_shapes"] = footprint.unseen(partial(Stub._shapes, stub))
     with ExitStack() as stack:
@@ -213,19 +218,19 @@ def play(
     return played
 
 
-def _spread(assembly: Assembly) -> int:
-    """Return the number of ranks that have the same rows and tokens of them, and the same stage."""
+def _copies_of_rows(assembly: Assembly) -> int:
+    """Return the number of ranks with the same stage, the same rows and the same tokens."""
     mesh = assembly.ranks.mesh
     return mesh.world // (mesh.size(assembly.replicas) * mesh.size(assembly.stage_axis or ()))
 
 
 @contextmanager
-def _at_marks() -> Iterator[None]:
-    """Free at each mark what cycles of objects hold, whatever the collector does in between.
+def _collect_at_marks() -> Iterator[None]:
+    """Collect garbage only at marks, so that cycles of objects are freed at known points.
 
-    Each look is at what came since then alone: a model and its modules are very many objects.
+    Each collection looks only at new objects: a model and its modules are very many.
     """
-    # a command has frozen what it imported; else who keeps the collector from it goes on doing so
+    # a command has frozen its imports; otherwise the caller disables the collector
     ours = Process.own or not gc.get_freeze_count()
     with uncollected():
         if ours:
@@ -237,10 +242,11 @@ def _at_marks() -> Iterator[None]:
                 gc.unfreeze()
 
 
-def _sizes(
+def _slice_shapes(
     pipeline: Pipeline, part: Part, whole: Callable[[Any], tuple[int, ...]]
 ) -> list[Callable[[Any], tuple[int, ...]]]:
-    """Return, for each slice of a part, the function from the shape of a whole value to its own."""
+    """Return, for each slice of a part, a function from the shape of a full value to the slice's
+    shape."""
     if pipeline.slices is None:
         return [whole]
 
@@ -254,8 +260,8 @@ def _sizes(
     return [along(one.piece.span) for one in pipeline.slices.of(part.inputs)]
 
 
-def _overhear(mail: Mail, letters: list[Letter]) -> None:
-    """Note every letter where the pipeline hands it over, in the order in which it does."""
+def _record_messages(mail: Mail, letters: list[Letter]) -> None:
+    """Record every message where the pipeline sends or posts it, in order."""
     send, post = mail.send, mail.post
 
     def sending(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:

@@ -1,8 +1,9 @@
-"""A built program: one rank's part of a scheduled model, trained step by step."""
+"""A built program: one rank's share of a scheduled model, trained step by step."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ from schedlang.runtime.no_labels import weighing
 from schedlang.runtime.offload.step import Offloaded, with_peer_state
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
-from schedlang.runtime.own_loop import module_of
+from schedlang.runtime.own_loop import module_of, no_copy
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
 from schedlang.runtime.pipeline.measured import Watch
 from schedlang.runtime.pipeline.step import Result
@@ -64,9 +65,9 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 class Program:
     """A scheduled model on this rank.
 
-    `train_step` and `eval_step` take the same whole batch on every rank (`local=True`: this rank's
-    rows) and give the same value on every rank.  Gradients, state and outputs carry the original's
-    names and whole shapes.
+    `train_step` and `eval_step` take the same full batch on every rank (`local=True`: this rank's
+    rows) and return the same value on every rank. Gradients, state and outputs have the original's
+    names and full shapes.
     """
 
     assembly: Assembly
@@ -74,24 +75,28 @@ class Program:
     clip: float | None = None
     step: int = 0
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
-    evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
-    evaluated: tuple[int, int] = (0, 0)  # at which step, and how often: each time draws anew
+    evaluate: bool = False  # train in eval mode: no dropout, running statistics fixed
+    # the step, and the number of evaluations since: each draws anew
+    evaluated: tuple[int, int] = (0, 0)
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
-    whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
-    offloaded: Offloaded | None = None  # what lies off the device
-    watch: Watch | None = None  # notes when the operations of a step run
+    whole: WholeStep | None = None  # parameters are gathered for each step of the optimizer
+    offloaded: Offloaded | None = None  # state that is offloaded from the device
+    watch: Watch | None = None  # records when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     comparing: Comparing | None = None  # compares the next batch among ranks
-    left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
+    # missing values of the last output: path -> reason
+    left_out: dict[str, str] = field(default_factory=dict)
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
-    _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
-    _norm: Tensor | float | None = None  # of the last step's gradients, where they lie
-    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # the last step's flags
+    _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step, by replica and microbatch
+    _even: Callable[[], bool] | None = None  # whether the parts of all ranks have the same shapes
+    _norm: Tensor | float | None = None  # norm of the last step's gradients, on the device
+    # the flags of the last step
+    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None
     _saving: Background = field(default_factory=Background)  # the save in flight
-    allowed: Callable[[Tensor, Tensor | float], bool] | None = None  # by loss and norm, a step
+    # decides by loss and norm whether to step
+    allowed: Callable[[Tensor, Tensor | float], bool] | None = None
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
@@ -108,13 +113,21 @@ class Program:
         said = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
         return f"<Program of {self._model}{where}: {said}, step {self.step}{drawn}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        if self.assembly.ranks.mesh.world > 1:
+            raise no_copy("a program of several ranks cannot be copied: its groups are this job's")
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the text of `repr` as a table, for notebooks."""
         return html_table(f"Program of {self._model}", tuple(self._facts().items()))
 
     @cached_property
     def _versions(self) -> Versions | None:
-        """The versions of weights, where the order updates them inside the step."""
+        """The versions of weights, if the timeline updates weights inside the step."""
         a = self.assembly
         if not a.pipeline.timeline.stale:
             return None
@@ -126,8 +139,7 @@ class Program:
         return type(self.assembly.module).__name__
 
     def _facts(self) -> dict[str, str]:
-        """Return the facts of this rank's part that are worth telling; ordinary ones are left
-        out."""
+        """Return the facts of this rank's program for `repr`; usual values are left out."""
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
         held = sum(parameter.numel() for parameter in a.parameters.values())
@@ -145,9 +157,9 @@ class Program:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradients before clipping; None before the first.
+        """The global norm of the last step's gradients before clipping; None before the first step.
 
-        It lies on the device until somebody asks for it: the host then waits for the step.
+        The value is on the device: reading it makes the host wait for the step.
         """
         return None if self._norm is None else float(self._norm)
 
@@ -159,19 +171,19 @@ class Program:
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's part: a sampler's `rank`.  Ranks may share one."""
+        """The index of this rank's part: a sampler's `rank`; several ranks may have the same."""
         a = self.assembly
         return a.ranks.mesh.index(a.ranks.rank, a.row_axes)
 
     def rank_of(self, axis: str) -> int:
-        """The place of this rank along an axis of the mesh, from 0."""
+        """Return the coordinate of this rank along an axis of the mesh, from 0."""
         return self.assembly.ranks.place(axis)
 
     @property
     def module(self) -> nn.Module:
-        """The plain module, where no pipeline is involved: bring your own loop (S617).
+        """The plain module, for loops of your own; refused (S617) with a pipeline.
 
-        A loop sums nothing over ranks: where that is needed its backward is refused.
+        Such a loop does not reduce gradients over ranks; if that is needed, backward is refused.
         """
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
         return module_of(self.assembly, any(one.gradient != DEVICE for one in tiers))
@@ -180,15 +192,17 @@ class Program:
 
     @inside()
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
-        """Forward, backward, reduction, clipping and optimizer step; the loss of the whole batch.
+        """Run forward, backward, reduction, clipping and optimizer step; return the full batch's
+        loss.
 
-        `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
-        stay for the caller's own.  Submodules that were in eval while the model trained stay so.
-        Under an order with stale weights several updates are made inside, each by the mean of its
-        own microbatches; the loss is that of all of them, each under the weights that it met.
+        `clip` bounds the true global norm of the gradients. Without an optimizer the gradients stay
+        for the caller's own. Submodules in eval while the model trains stay so. With stale weights
+        a step makes several updates, each by the mean of its own microbatches; the loss is the mean
+        over all of them, each under the weights that it ran with.
         """
         self._check_names(batch)
-        if self.assembly.lossless is not None:  # on all ranks: others would wait for the last stage
+        # on all ranks: else others would wait for the last stage
+        if self.assembly.lossless is not None:
             raise Refusal(self.assembly.lossless)
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
@@ -206,7 +220,7 @@ class Program:
         else:
             self._versions.begin()
             made = self._versions.made
-            # whether an update is made at all is the host's to know: it waits, once
+            # whether an update happens is decided on the host, which waits once
             weighed = iter(numbers([w for some in self._everyone for w in some]))
             known = [[next(weighed) for _ in some] for some in self._everyone]
             self._totals = totals(known, made)
@@ -223,17 +237,16 @@ class Program:
         return loss
 
     def _goes(self, loss: Tensor) -> bool:
-        """Return, alike on all ranks, whether the optimizer takes this step: by the loss scale, and
-        by the caller's own rule."""
+        """Return, equal on all ranks, whether the optimizer steps: by loss scale and `allowed`."""
         if self.loss_scale is not None and not self.loss_scale.next():
             return False
         assert self._norm is not None
         return self.allowed is None or self.allowed(loss, self._norm)
 
     def _update(self, made: int) -> None:
-        """One of the updates inside a step: of what this rank holds, by what has come together.
+        """Make one update inside a step, with this rank's gradients of the finished microbatches.
 
-        An update of microbatches without any weight (no labels) leaves everything as it is.
+        An update of microbatches without any weight (no labels) changes nothing.
         """
         if not self._totals[made] > 0:
             self.assembly.held.zero()
@@ -242,7 +255,7 @@ class Program:
         self._step_weights()
 
     def _step_weights(self) -> None:
-        """The optimizer's step: on parts, or on whole parameters where it looks at these."""
+        """Step the optimizer: on shards, or on full parameters if it needs these."""
         if self.offloaded is not None:
             self.offloaded.step(self.optimizer, self.whole)
         elif self.whole is not None:
@@ -252,23 +265,24 @@ class Program:
 
     @inside()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
-        """The output of the whole batch, structured as the model's own, on every rank.
+        """Return the output for the full batch, structured as the model's own, on every rank.
 
-        Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
-        what no rank has whole (`left_out` says what and why): caches of other stages, say.
+        Rows are concatenated; numbers are weighted means over parts. Values that no rank has in
+        full, such as caches of other stages, are None; `left_out` gives their paths and reasons.
         """
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
-        if self.assembly.tokens is not None:  # names tell what is split
+        if self.assembly.tokens is not None:  # names decide which inputs are split
             self._check_names(batch)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
-        """Generate tokens as the model's own `generate` of transformers does, on every rank alike.
+        """Generate tokens as the model's own `generate` of transformers does, equal on every rank.
 
-        inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
+        inputs   prompts (rows, tokens), the same on every rank; ranks split the rows
         options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
-        Keys and values stay where they are made.  Refusal S627 for what it cannot follow.
+        Keys and values stay on the rank that computes them. Raises Refusal S627 for unsupported
+        options.
         """
         from schedlang.runtime.generation import generate
 
@@ -282,7 +296,7 @@ class Program:
         local: bool = False,
         whole: bool = False,
     ) -> Any:
-        """The output of a batch, of what `each` makes of microbatch `k`; `whole`: of all tokens."""
+        """Return the output of a batch, of `each(k, microbatch)`; `whole`: of unsplit tokens."""
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
@@ -307,7 +321,7 @@ class Program:
         return output
 
     def _check_names(self, batch: Batch) -> None:
-        """Refuse names that building has not seen: what a part weighs may hang on them."""
+        """Refuse names that were not in the batch of `build`: weights of parts may need them."""
         known = self.assembly.inputs
         if type(batch) is dict and known.issuperset(batch):
             return
@@ -329,7 +343,7 @@ class Program:
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
     ) -> tuple[list[Part], list[Number], Number]:
-        """This rank's microbatches, their weights, and the weight of the whole batch."""
+        """Return this rank's microbatches, their weights, and the weight of the full batch."""
         mine = dealt(self.assembly, batch, local, whole)
         self._everyone, self._even = mine.everyone, mine.even
         device, parts = self.assembly.ranks.device, list(mine.parts)
@@ -358,7 +372,7 @@ class Program:
             return scope if self.watch is None else self.watch.around(op, scope)
 
         early, versions, region = (a.early, self._versions, a.region) if train else (None,) * 3
-        told = a.sliced or any(one is not None for one in (early, versions, region))
+        observed = a.sliced or any(one is not None for one in (early, versions, region))
 
         def on_op(event: Event) -> None:
             if versions is not None:
@@ -370,7 +384,7 @@ class Program:
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
-        # also where it evaluates: a model may draw there, and ranks have to agree
+        # also in evaluation: a model may draw there, and ranks must agree
         moment = self.step if train else (self.step, self.evaluated[1])
         drawing = a.dropout.drawn_in(moment) if a.dropout is not None else _NOTHING
         if region is not None:
@@ -383,7 +397,7 @@ class Program:
                     scale,
                     train=train,
                     around=around,
-                    on_op=on_op if told else None,
+                    on_op=on_op if observed else None,
                     keep_outputs=self.keep_output or not train,
                 )
         finally:
@@ -395,7 +409,7 @@ class Program:
         return results
 
     def _sum(self) -> None:
-        """Finish the reductions that are left when the last backward has ended."""
+        """Finish the reductions of gradients that remain after the last backward."""
         a = self.assembly
         if self.offloaded is not None:
             self.offloaded.arrived()
@@ -413,10 +427,10 @@ class Program:
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
     ) -> Tensor:
-        """Clip by the global norm; the loss and the norm cross the world in one reduction.
+        """Clip by the global norm; all-reduce loss and norm in one collective; return the loss.
 
-        Both stay on this rank's device: the host waits for them when somebody looks at them, and
-        here only for what no host can know, a sliced parameter that this rank had no gradient of.
+        Both stay on this rank's device: the host waits for them when they are read. It waits here
+        only if a ZeRO-sliced parameter got no gradient on this rank: did another rank use it?
         """
         a = self.assembly
         value, scale = self._loss(results, weights, total), self.loss_scale
@@ -440,7 +454,8 @@ class Program:
             for name, count in zip(
                 names, unpacked(sums, len(names), a.ranks.mesh.world, both.dtype)
             ):
-                if not count and name in a.trained:  # of what nobody used, as in a plain loop
+                # unused on all ranks: no gradient, as in a plain loop
+                if not count and name in a.trained:
                     drop_gradient(a.parameters[name])
         self._norm = norm = at_hand(both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
@@ -451,30 +466,30 @@ class Program:
     def _loss(
         self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
     ) -> Number:
-        """This rank's share of the loss of the whole batch, on an accelerator in float64."""
+        """Return this rank's share of the loss of the full batch, on an accelerator in float64."""
         a = self.assembly
         losses = {k: r.loss for k, r in results.items() if r.loss is not None}
-        # `None in` would ask each tensor whether it equals None, which torch answers by an error
+        # `None in` would compare each tensor with None, which torch answers by an error
         assert len(losses) == len(results), "the model returns no loss: pass `loss=`"
         if not losses or not a.is_primary:
             return 0.0
         shares = [weights[k] / total for k in losses]
-        there = on_accelerator(a.ranks.device)  # what the host has it adds up itself
-        near = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
-        # nothing to be summed; a share that the device alone knows is not asked for
-        alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
-        told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
-        return told.to(torch.float64).reshape(()) if isinstance(told, Tensor) else told
+        there = on_accelerator(a.ranks.device)  # on the host the shares are plain numbers
+        moved = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
+        # nothing to add; a weight that is on the device is not read
+        single = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
+        share = moved[0] if single else added([x * part for x, part in zip(moved, shares)])
+        return share.to(torch.float64).reshape(()) if isinstance(share, Tensor) else share
 
     def _near(self, value: Tensor) -> Tensor:
-        """Move a tensor to the device on which collectives of the step take it."""
+        """Move a tensor to the device that the step's collectives use."""
         device = self.assembly.ranks.device
         return value.to(device) if on_accelerator(device) else value.cpu()
 
     def _told(self, used: Sequence[float], like: Tensor) -> Tensor:
-        """Return which parameters this rank used, packed, beside what it is like.
+        """Return flags of which parameters this rank used, packed, on the device of `like`.
 
-        On an accelerator it is kept: the host would wait for each copy from its memory.
+        On an accelerator the tensor is cached: the host would wait for each copy from its memory.
         """
         key = tuple(used)
         if self._used is None or self._used[0] != key:
@@ -484,19 +499,19 @@ class Program:
                 key,
                 torch.tensor(numbers, dtype=like.dtype).to(like.device) if there else numbers,
             )
-        told = self._used[1]
-        return told if isinstance(told, Tensor) else like.new_tensor(told)
+        flags = self._used[1]
+        return flags if isinstance(flags, Tensor) else like.new_tensor(flags)
 
     # -- state -----------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
-        """The whole gradients of the last step, clipped if it clipped, by original name."""
+        """Return the full gradients of the last step, after clipping, by original name."""
         return whole.gradients(self.assembly)
 
     def input_gradients(self) -> dict[str, Tensor | None] | None:
-        """Gradients of the float tensors of the last batch, whole; needs `follow_inputs`.
+        """Return full gradients of the float tensors of the last batch; needs `follow_inputs`.
 
-        None where backward ends before the first stage, which is frozen.
+        None if backward ends before the first stage, which is frozen.
         """
         if self.assembly.ends_early:
             return None
@@ -504,15 +519,15 @@ class Program:
         return whole.input_gradients(self.assembly, self._inputs, times)
 
     def trained(self) -> list[str]:
-        """Names of all parameters that an optimizer of some rank updates."""
+        """Return the names of all parameters that an optimizer of some rank updates."""
         return whole.trained(self.assembly)
 
     def replica_errors(self) -> dict[str, float]:
-        """Return the greatest relative difference between copies of one part, by parameter."""
+        """Return the largest relative difference between copies of one shard, by parameter."""
         return whole.replica_errors(self.assembly)
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers by original name, also those that a state dict leaves out."""
+        """Return all buffers by original name, including those that a state dict omits."""
         return whole.buffers(self.assembly)
 
     def buffer_errors(self) -> dict[str, float]:
@@ -520,21 +535,20 @@ class Program:
         return whole.buffer_errors(self.assembly)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The original's state dict: its keys, in its order, whole values on every rank's CPU."""
+        """Return the original's state dict: its keys and order, full values on every rank's CPU."""
         return whole.state_dict(self.assembly)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over whole values, as `state_dict` gives them; every rank passes the same.
+        """Load full values, as `state_dict` returns them; every rank passes the same.
 
-        Raises Refusal S641 naming what is missing, unknown or of another shape; then nothing has
-        been changed.
+        Raises Refusal S641 naming keys that are missing, unknown or misshapen, before any change.
         """
         whole.load_state_dict(self.assembly, state)
         archive.taken(self)
 
     @with_peer_state
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
+        """Return the optimizer's state by original name: full tensors, and plain numbers."""
         return whole.optimizer_state(self.assembly, self.optimizer)
 
     @with_peer_state
@@ -549,10 +563,10 @@ class Program:
         """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`.
 
         wait    False: return as soon as the state is copied to host memory; it is written while
-                training goes on.  One save is in flight: the next waits for it
-        beside  plain data that this rank wants kept with it; `archive.beside` reads it
-        An error of a save in the background is told on all ranks by the next `save`, `load` or
-        `saved`; every older checkpoint is there then.
+                training goes on. One save is in flight: the next save waits for it
+        beside  plain data of this rank to store with it; `archive.beside` reads it
+        An error of a background save is raised on all ranks by the next `save`, `load` or `saved`;
+        every older checkpoint is still there then.
         """
         self.saved()
         if wait:
@@ -561,14 +575,14 @@ class Program:
             self._saving.begin(archive.begun(self, path, keep, beside), self.assembly.ranks.world)
 
     def saved(self) -> None:
-        """Wait until the save in flight is on the disk; without one return at once.
+        """Wait until the save in flight is on disk; return at once without one.
 
-        All ranks together.  Raises the Refusal (S631, S632, S638) of a save that has failed.
+        All ranks call this together. Raises the Refusal (S631, S632, S638) of a failed save.
         """
         self._saving.end()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
+        """Load the last checkpoint of a folder, of any layout; see `archive.load`."""
         self.saved()
         archive.load(self, path)
 
@@ -580,9 +594,11 @@ class Program:
         adapter: bool = False,
         shard: int = shards.SHARD,
     ) -> None:
-        """Write whole weights in files of `shard` bytes, with adapters merged into them
-        (`shards.export`); with `adapter` the adapters alone, for PEFT
-        (`shards.export_adapter`)."""
+        """Write full weights in files of `shard` bytes, with adapters merged into them
+        (`shards.export`);
+
+        with `adapter` only the adapters, for PEFT (`shards.export_adapter`).
+        """
         a = self.assembly
         parts, buffers = whole.parts(a), whole.buffers(a)
         if adapter:

@@ -1,4 +1,4 @@
-"""Rates of the device at hand: seconds of operators and of collectives, by their sizes."""
+"""Measure the speed of this rank's device: seconds of operators and of collectives, by size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from schedlang.runtime.device import own_device, synchronize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ENOUGH = 5  # measurements of one size, of which the median counts
+ENOUGH = 5  # measurements of one size; the median counts
 HEADS, CHANNELS = 8, 64
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A measurement of one size: operations, bytes that were moved or sent, and seconds."""
+    """A measurement of one size: operations, bytes moved or sent, and seconds."""
 
     what: str
     dtype: str
@@ -30,10 +30,10 @@ class Rate:
 
 
 def operators(longest: float, dtypes: tuple[str, ...]) -> Iterator[Rate]:
-    """Measure starts, copies, products and attention on this rank's device.
+    """Measure kernel starts, copies, matrix products and attention on this rank's device.
 
-    Sizes double until one takes `longest` seconds.  What a device does not compute in a dtype is
-    left out.
+    Sizes double until one takes `longest` seconds. A dtype that the device does not support is
+    skipped.
     """
     device = own_device()
     tiny = torch.zeros(1, device=device)
@@ -50,13 +50,13 @@ def operators(longest: float, dtypes: tuple[str, ...]) -> Iterator[Rate]:
 def collectives(longest: float) -> list[Rate]:
     """Measure all_reduce, all_gather and broadcast among the ranks of the default group.
 
-    Every rank goes through the same sizes: whether to go on is decided together.
+    Every rank runs the same sizes: all ranks decide together whether to go on.
     """
     count, found = dist.get_world_size(), []
     for op in ("all_reduce", "all_gather", "broadcast"):
         for power in range(10, 27, 2):
             size = 2**power
-            took = _together(_collective(op, size, count))
+            took = _slowest_seconds(_collective(op, size, count))
             found.append(Rate(op, "float32", 0, size, took))
             if took > longest:
                 break
@@ -70,7 +70,7 @@ Made = tuple[str, str, float, float, Callable[[], Any], torch.device]
 
 
 def _growing(longest: float, make: Callable[[int], Made]) -> Iterator[Rate]:
-    """Sizes one after the other until one takes so long."""
+    """Yield measurements of growing sizes until one takes `longest` seconds."""
     for k in range(12):
         what, dtype, flops, moved, run, device = make(k)
         took = _seconds(run, device)
@@ -80,7 +80,7 @@ def _growing(longest: float, make: Callable[[int], Made]) -> Iterator[Rate]:
 
 
 def _copy(k: int, device: torch.device) -> Made:
-    """A sum in place that reads two and writes one; from 3 MiB on."""
+    """Return an addition in place that reads two tensors and writes one; from 3 MiB on."""
     a, b = (torch.zeros(2 ** (18 + k), device=device) for _ in range(2))
     return "copy", "float32", 0, 3.0 * a.numel() * a.element_size(), lambda: a.add_(b), device
 
@@ -103,7 +103,7 @@ def _attention(k: int, dtype: str, device: torch.device) -> Made:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, often: int = 1) -> float:
-    """The median of a few times, each of `often` calls, after one that warms up."""
+    """Return the median of a few times, each the mean of `often` calls, after one warm-up call."""
     run()
     took = []
     for _ in range(ENOUGH):
@@ -127,8 +127,8 @@ def _collective(op: str, size: int, count: int) -> Callable[[], Any]:
     return lambda: dist.all_gather(parts, part)
 
 
-def _together(run: Callable[[], Any]) -> float:
-    """The median of what the slowest rank took, which all are told."""
+def _slowest_seconds(run: Callable[[], Any]) -> float:
+    """Return the median, over repetitions, of the time of the slowest rank; equal on all ranks."""
     run()
     took = []
     for _ in range(ENOUGH):

@@ -1,11 +1,11 @@
-"""Whole weights as files of safetensors, each written by one rank, tensor by tensor.
+"""Export full weights as safetensors files, each written by one rank, tensor by tensor.
 
-What a file is to hold is laid out first, on tensors of which nothing has been put together yet: a
-library's own `save_pretrained` names, splits and orders them so.  Then each whole tensor comes to
-the rank that writes its file, and goes when it is written.
+`Program.export` calls this. The contents of the files are decided first, on lazy tensors that are
+not gathered yet: a library's own `save_pretrained` names, splits and orders them. Then each full
+tensor is gathered to the rank that writes its file, and dropped when it is written.
 
-* Whole weights that are exported: the names of their files, and what is refused before.
-* Adapters alone, in a folder that PEFT reads: `PeftModel.from_pretrained(model, path)`.
+* Full weights: the names of their files, and checks of the model.
+* Adapters only, in a folder that PEFT reads: `PeftModel.from_pretrained(model, path)`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from schedlang.runtime.initial.stored import KINDS, Box, Stored, cut, read_box
 from schedlang.runtime.storage.folder import replace_folder, together
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of all names: that of the model which PEFT wraps
+PREFIX = "base_model.model."  # prefix of all names: that of the model wrapped by PEFT
 
 
 def _adapter_rows(changes: Sequence[Adapting], target: Path) -> list[Adapt]:
-    """The rows that bring adapters; raises Refusal S639 for none, or of more than one kind."""
+    """Return the rows that add adapters; raise Refusal S639 for none, or for more than one kind."""
     rows = [change for change in changes if isinstance(change, Adapt)]
     if not rows or len({row.kind for row in rows}) > 1:
         raise Refusal(_no_adapter(target, bool(rows)))
@@ -51,21 +51,21 @@ def _adapter_rows(changes: Sequence[Adapting], target: Path) -> list[Adapt]:
 def _adapter_contents(
     rows: Sequence[Adapt], state: Mapping[str, Tensor], trained: Sequence[str], model: nn.Module
 ) -> tuple[dict[str, Tensor], str]:
-    """The tensors that are written, by PEFT's names, and the text of its configuration.
+    """Return the tensors to write, by PEFT's names, and the text of PEFT's configuration.
 
-    Adapters, and modules that are trained beside them (`modules_to_save`).  Probabilities of
-    dropout are those of the first row: PEFT knows one.
+    These are the adapters, and modules that are trained beside them (`modules_to_save`). The
+    dropout probability is that of the first row: PEFT has only one.
     """
-    apart = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}
-    saved = sorted({name.rpartition(".")[0] for name in trained if name not in apart})
-    tensors = {_peft_name(name): value for name, value in state.items() if name in apart}
-    beside = (n for n in state if n.rpartition(".")[0] in saved and n not in apart)
-    tensors |= {f"{PREFIX}{name}": state[name] for name in beside}
+    adapter_names = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}
+    saved = sorted({name.rpartition(".")[0] for name in trained if name not in adapter_names})
+    tensors = {_peft_name(name): value for name, value in state.items() if name in adapter_names}
+    others = (n for n in state if n.rpartition(".")[0] in saved and n not in adapter_names)
+    tensors |= {f"{PREFIX}{name}": state[name] for name in others}
     return tensors, json.dumps(_peft_config(rows, saved, model), indent=2)
 
 
 def _peft_name(name: str) -> str:
-    """A parameter's name in the file: PEFT's matrices are modules of their own."""
+    """Return a parameter's name in the file: in PEFT, its matrices are modules of their own."""
     owner, _, local = name.rpartition(".")
     local = "lora_magnitude_vector" if local == MAGNITUDE else f"{local}.weight"
     return f"{PREFIX}{owner}.{local}"
@@ -109,11 +109,11 @@ def _no_adapter(target: Path, several: bool) -> Diagnostic:
 
 
 MARK = "model.safetensors"
-MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several
+MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several files
 
 
 def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Refuse another model than that of a state (S634)."""
+    """Refuse (S634) a model whose state has other keys than the program's."""
     if not isinstance(model, nn.Module):
         raise Refusal.of(
             "S634",
@@ -128,13 +128,14 @@ def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:
+def _write_error(target: Path, why: str, *helps: str) -> Diagnostic:
     """Describe why weights cannot be written (S631)."""
     return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)
 
 
 SHARD = 5 * 10**9  # bytes of a file
-_KEPT = 2  # whole tensors of the program that a writer keeps: several of a file come of one
+# full tensors of the program that a writer caches: several tensors of a file may be cut from one
+_KEPT = 2
 _NAMES = {name: kind for kind, name in KINDS.items()}
 _DTYPES = {kind: _NAMES[name] for kind, name in DTYPE_NAMES.items() if name in _NAMES}
 
@@ -147,31 +148,33 @@ def export(
     buffers: Mapping[str, Tensor],
     most: int = SHARD,
 ) -> None:
-    """Write whole weights under the original's names; all ranks together, each its own files.
+    """Write full weights under the original's names; all ranks call this, and each writes its
+    files.
 
-    `parts` are this rank's of the parameters, `most` the bytes of a file.  `model` is the one that
-    the schedule was made for, and is only read.  A model of transformers is laid out by its own
-    `save_pretrained`, with its configuration, so that `from_pretrained` loads the folder, ties
-    intact.  Any other becomes one file, for `safetensors.torch.load_model`; what is tied is written
-    once.  Adapters are merged.  A writer has at most two whole parameters beside the tensor that it
-    writes.  What was at the path stays until the new folder takes its name, in one move.  Raises
-    Refusal S631, S632, S634 or S638 on all ranks, leaving what was at the path as it was.
+    `parts` are this rank's shards of the parameters, `most` the bytes of a file. `model` is the
+    model that the schedule was made for; it is only read. For a model of transformers, its own
+    `save_pretrained` decides the files and writes its configuration, so that `from_pretrained`
+    loads the folder with ties intact. Any other model becomes one file, for
+    `safetensors.torch.load_model`; a tied tensor is written once. Adapters are merged. A writer
+    holds at most two full parameters beside the tensor that it writes. The folder at the path is
+    replaced by the new one in one move. Raises Refusal S631, S632, S634 or S638 on all ranks, and
+    leaves the path unchanged.
     """
-    target = Path(world.broadcast_object(0, str(resolved(path))))  # a link stays
-    diagnose = lambda error: _unwritten(target, str(error))  # noqa: E731
-    comes = Coming(a, parts, buffers)
-    state: dict[str, Tensor] = dict(comes.state())
+    target = Path(world.broadcast_object(0, str(resolved(path))))  # a symbolic link stays
+    diagnose = lambda error: _write_error(target, str(error))  # noqa: E731
+    source = Coming(a, parts, buffers)
+    state: dict[str, Tensor] = dict(source.state())
     for change in reversed(a.merges):
         state = change.merged(state)
     together(lambda: _check_model(model, state), diagnose, (Exception,))
-    together(lambda: comes.check_ties(target, state, model), diagnose, (Exception,))
+    together(lambda: source.check_ties(target, state, model), diagnose, (Exception,))
 
     def fill(folder: Path) -> None:
-        lay = lambda: _laid_out(folder, a.ranks.rank, state, model, most)  # noqa: E731
-        files, each = together(lay, diagnose, (Exception,)), a.ranks.mesh.world
+        plan = lambda: _plan_files(folder, a.ranks.rank, state, model, most)  # noqa: E731
+        files, each = together(plan, diagnose, (Exception,)), a.ranks.mesh.world
         for first in range(0, len(files), each):
             some = files[first : first + each]
-            together(lambda some=some: _write(folder, some, comes), diagnose)  # type: ignore[misc]
+            together(lambda some=some: _write(folder, some, source), diagnose)  # type: ignore[misc]
 
     replace_folder(
         target, a.ranks.rank, fill, marks=MARKS, diagnose=diagnose, failures=(Exception,)
@@ -186,20 +189,19 @@ def export_adapter(
     buffers: Mapping[str, Tensor],
     trained: Sequence[str],
 ) -> None:
-    """Write the adapters, and modules that are trained beside them, for PEFT; all ranks together.
+    """Write the adapters, and modules trained beside them, for PEFT; all ranks call this.
 
-    Only what is written is put together, tensor by tensor, on the first rank, since PEFT reads one
-    file.  Raises Refusal S631, S632, S639 or S638 on all ranks, leaving what was at the path as it
-    was.
+    Only the written tensors are gathered, one at a time, on the first rank, since PEFT reads one
+    file. Raises Refusal S631, S632, S639 or S638 on all ranks, and leaves the path unchanged.
     """
     target = Path(world.broadcast_object(0, str(resolved(path))))
-    comes, rank = Coming(a, parts, buffers), a.ranks.rank
+    source, rank = Coming(a, parts, buffers), a.ranks.rank
     rows = _adapter_rows(a.merges, target)
-    tensors, config = _adapter_contents(rows, comes.state(), trained, model)
+    tensors, config = _adapter_contents(rows, source.state(), trained, model)
     file = _file(ADAPTER, tensors, {"format": "pt"})
 
-    def all_of_it(folder: Path) -> None:
-        _write(folder, [file], comes)
+    def write_all(folder: Path) -> None:
+        _write(folder, [file], source)
         if rank == 0:
             (folder / ADAPTER_CONFIG).write_text(config)
 
@@ -207,7 +209,7 @@ def export_adapter(
         return Diagnostic("S631", f"cannot write the adapters to `{target}`", notes=(str(error),))
 
     def fill(folder: Path) -> None:
-        together(lambda: all_of_it(folder), diagnose)
+        together(lambda: write_all(folder), diagnose)
 
     marks = (ADAPTER,)
     replace_folder(target, rank, fill, marks=marks, diagnose=diagnose, failures=(Exception,))
@@ -215,7 +217,7 @@ def export_adapter(
 
 @dataclass
 class Coming:
-    """Whole tensors that come to whoever writes: `writer`, on all ranks alike."""
+    """Lazy full tensors that are gathered to the rank `writer`, the same on all ranks."""
 
     a: Assembly
     parts: Mapping[str, Tensor]
@@ -224,7 +226,7 @@ class Coming:
     kept: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)  # by writer
 
     def state(self) -> dict[str, Stored]:
-        """All tensors by the model's keys, what is tied as one; nothing is put together yet."""
+        """Return all tensors by the model's keys, tied names share one; nothing is gathered yet."""
         kinds = {name: p.dtype for name, p in self.a.module.named_parameters()}
         found: dict[str, Stored] = {}
         for name, holding in self.a.holdings.items():
@@ -238,7 +240,8 @@ class Coming:
         return {key: found[key] for key in self.a.keys}
 
     def part(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of a parameter, on the writer; of others its shape.  All ranks together."""
+        """Return a box of a parameter on the writer, on other ranks a meta tensor; all ranks call
+        this."""
         kept = self.kept.setdefault(self.writer, {})
         if name not in kept:
             while len(kept) >= _KEPT:
@@ -253,13 +256,13 @@ class Coming:
         return cut(whole, box)
 
     def whole(self, one: Tensor, writer: int) -> Tensor:
-        """A tensor of the state, on the writer."""
+        """Return a full tensor of the state on the writer; all ranks call this."""
         self.writer = writer
         assert isinstance(one, Stored)
         return read_box(one, [0] * one.ndim, one.shape)
 
     def check_ties(self, target: Path, state: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Refuse a model whose ties would undo what has been trained apart.  All ranks together."""
+        """Refuse a model whose ties would undo separate training; all ranks call this."""
         first: dict[int, str] = {}
         wrong: Diagnostic | None = None
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -268,19 +271,19 @@ class Coming:
                 continue
             both = [self.whole(state[each], 0) for each in (one, name)]
             if self.a.ranks.rank == 0 and not torch.equal(*both):
-                said = f"`{one}` and `{name}` are one parameter of the given model, but were"
+                reason = f"`{one}` and `{name}` are one parameter of the given model, but were"
                 help_ = "give a model in which they are not tied"
-                wrong = wrong or _unwritten(target, f"{said} trained separately", help_)
+                wrong = wrong or _write_error(target, f"{reason} trained separately", help_)
         if wrong is not None:
             raise Refusal(wrong)
 
 
-# -- what each file is to hold ---------------------------------------------------------------------
+# -- contents of files -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a folder: its tensors in the order in which they lie there, and what it tells."""
+    """A file of a folder: its tensors in the order in which they are stored, and its metadata."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -288,7 +291,7 @@ class File:
 
     @property
     def head(self) -> bytes:
-        """The first bytes, by the format of safetensors: a length, and a table of all tensors."""
+        """The first bytes by the safetensors format: a length, and a table of all tensors."""
         table: dict[str, Any] = {"__metadata__": dict(self.metadata)}
         at = 0
         for name, one in self.tensors.items():
@@ -302,39 +305,39 @@ class File:
 
 
 def _file(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> File:
-    """A file whose tensors lie as safetensors itself lays them: wide numbers first."""
+    """Return a file whose tensors are ordered as safetensors orders them: wide dtypes first."""
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     return File(name, {key: tensors[key] for key in order}, metadata)
 
 
-def _laid_out(
+def _plan_files(
     folder: Path, rank: int, state: Mapping[str, Tensor], model: Any, most: int
 ) -> list[File]:
-    """The files, alike on all ranks; what lies beside them is written by the first."""
+    """Return the files, equal on all ranks; rank 0 writes the other files of the folder."""
     if not hasattr(model, "save_pretrained"):
-        kept: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         aliases = {"format": "pt"}
         for name, tensor in state.items():
-            one = kept.setdefault(id(tensor), name)
+            one = first_names.setdefault(id(tensor), name)
             if one != name:
                 aliases[name] = one
-        return [_file(MARK, {name: state[name] for name in kept.values()}, aliases)]
-    # saving notes classes and dtypes in the configuration: in that of a copy
+        return [_file(MARK, {name: state[name] for name in first_names.values()}, aliases)]
+    # saving records classes and dtypes in the configuration: use that of a copy
     tensors = (*model.parameters(), *model.buffers())
     twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    twin.should_save_on_this_rank = lambda is_main_process: True  # it would be the first alone
+    twin.should_save_on_this_rank = lambda is_main_process: True  # else only the first rank would
     with ExitStack() as stack:
-        made = stack.enter_context(_caught())
+        made = stack.enter_context(_intercept_files())
         own = stack.enter_context(tempfile.TemporaryDirectory()) if rank else folder
         twin.save_pretrained(own, state_dict=dict(state), max_shard_size=most)
     return made
 
 
 @contextmanager
-def _caught() -> Iterator[list[File]]:
-    """Keep, inside the block, what transformers would write into files of safetensors.
+def _intercept_files() -> Iterator[list[File]]:
+    """Record, inside the block, what transformers would write into safetensors files.
 
-    Private: the library has no other way to tell what it would write.
+    This patches a private name: the library has no other way to ask.
     """
     modeling: Any = sys.modules["transformers.modeling_utils"]
     found: list[File] = []
@@ -352,12 +355,12 @@ def _caught() -> Iterator[list[File]]:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, files: Sequence[File], comes: Coming) -> None:
-    """Write files, each by the rank of its place, a tensor of each in turn; all ranks together.
+def _write(folder: Path, files: Sequence[File], source: Coming) -> None:
+    """Write files, each by one rank, taking one tensor of each in turn; all ranks call this.
 
-    What fails on one rank is raised when all have come to the end: others need its parts.
+    An error on one rank is raised at the end: other ranks need its shards.
     """
-    rank, wrong = comes.a.ranks.rank, None
+    rank, wrong = source.a.ranks.rank, None
     mine: BinaryIO | None = None
     if rank < len(files):
         try:
@@ -369,13 +372,13 @@ def _write(folder: Path, files: Sequence[File], comes: Coming) -> None:
         for writer, one in enumerate(row):
             if one is None:
                 continue
-            value = comes.whole(one, writer)
+            value = source.whole(one, writer)
             if rank == writer and mine is not None and wrong is None:
                 try:
                     mine.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 except OSError as error:
                     wrong = error
-    comes.kept.clear()
+    source.kept.clear()
     if mine is not None:
         with mine:
             if wrong is None:

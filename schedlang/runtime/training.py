@@ -1,4 +1,4 @@
-"""The training flags of modules: those set by hand outlive an evaluation."""
+"""Switch a module between training and evaluation, and keep flags that were set by hand."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from torch import nn
 class Training:
     """Switches a module between training and evaluation.
 
-    A submodule that was put in eval while the model trains (a frozen batch norm) stays so in every
-    training step, as in a loop by hand.  A model that comes in eval as a whole was loaded so: then
-    all of it trains.  What a class does in a `train` of its own (norms that stay in eval, adapters
-    that are merged to evaluate) it does here, too.
+    A submodule that is in eval while the model trains (a frozen batch norm) stays so in every
+    training step, as in a loop by hand. A model that is in eval as a whole was loaded so: then all
+    of it trains. Classes with a `train` method of their own (norms that stay in eval, adapters that
+    are merged for evaluation) have it called.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        # of torch's own classes none does more in `train` than set flags
+        # torch's own classes only set flags in `train`
         self._switching = [
             one for one in module.modules() if type(one).train is not nn.Module.train
         ]
         for one in self._switching:
-            if all(inner.training for inner in one.modules()):  # nobody has called it yet
+            if all(inner.training for inner in one.modules()):  # `train` has not been called yet
                 one.train()
         self._flags = [(one, one.training) for one in module.modules()] if module.training else []
 
     def on(self) -> None:
-        """Train; with the flags that stand now, or stood before the evaluation."""
+        """Switch to training, with the flags that are set now, or were set before the
+        evaluation."""
         if self.module.training:
             return
         if not self._flags or self._switching:
@@ -35,7 +36,7 @@ class Training:
             module.training = flag
 
     def off(self) -> None:
-        """Evaluate."""
+        """Switch to evaluation."""
         if self.module.training:
             self._flags = [(one, one.training) for one in self.module.modules()]
         self.module.eval()

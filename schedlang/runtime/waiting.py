@@ -1,4 +1,4 @@
-"""A program that is built at its first batch, which tells the shapes that building needs."""
+"""A program that is built at its first batch, which gives the shapes that building needs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from schedlang.runtime.batch import Batch, check_mapping
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.program import Program
 
-Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows
+Make = Callable[[Batch, bool], Program]  # from a batch, and whether it has only this rank's rows
 _OWN = ("_make", "_program", "_ranks", "_row_axes")
-# what must be there before the first step, and why
+# what is needed before the first step, and why
 _NEEDS = {"optimizer": "an LR scheduler and `load` need the optimizer, which needs the parameters"}
 
 
 @at_their_callers_lines
 class Waiting:
-    """A `Program` to come: `train_step` and `eval_step` build it, then all of it is there.
+    """A `Program` to be built by the first `train_step` or `eval_step`; then it acts as the
+    program.
 
-    All ranks take their first step together, so they build together.  The place of this rank is
-    known before; whatever a program offers besides is refused until then (S616).
+    All ranks run their first step together, so they build together. This rank's place in the mesh
+    is known before; every other attribute of a program is refused until then (S616).
     """
 
     _make: Make
@@ -87,13 +88,14 @@ class Waiting:
         )
 
     def _repr_html_(self) -> str:
-        """See `Program._repr_html_`; before the first batch the text alone."""
+        """See `Program._repr_html_`; before the first batch only the text."""
         if self._program is None:
             return html_table(repr(self), ())
         return self._program._repr_html_()
 
     def _refuse(self, name: str) -> None:
-        """AttributeError for what no program has; else say how to have it now."""
+        """Raise AttributeError if no program has the attribute, else a refusal that says how to get
+        it."""
         if name.startswith("_") or name not in dir(self):
             raise AttributeError(f"a program has no `{name}`")
         raise Refusal.of(

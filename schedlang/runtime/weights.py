@@ -1,7 +1,7 @@
-"""Weights of parts of a batch: plain numbers, or numbers on the device where the labels lie.
+"""Weights of parts of a batch: plain numbers, or scalar tensors on the device of the labels.
 
-Labels that lie on an accelerator are counted there, and what follows from their number is computed
-there, too: the host, which has work to hand out, never waits to know it.
+Labels on an accelerator are counted there, and what depends on the count is computed there too, so
+that the host never waits for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from schedlang.runtime.device import has_float64, numbers, on_accelerator, sent
 
-Number = float | Tensor  # a tensor: of no dims, on an accelerator
+Number = float | Tensor  # a tensor: 0-dim, on an accelerator
 
 
 def counted(values: Sequence[Number], there: torch.device | None = None) -> list[Number]:
-    """Numbers as they may be computed with: on a device if any of them lies on one, else plain; on
-    `there`, where that is told, also if they lie on another."""
+    """Return weights in one form: tensors on a device if any of them is on an accelerator, else
+    plain.
+
+    there  the device to use instead of theirs
+    """
     homes = dict.fromkeys([one.device for one in values if isinstance(one, Tensor)])
     device = next((home for home in homes if on_accelerator(home)), None)
     if device is None:
@@ -36,18 +39,18 @@ def counted(values: Sequence[Number], there: torch.device | None = None) -> list
 
 
 def known(values: Sequence[Number]) -> bool:
-    """Return whether the host knows all of these numbers."""
+    """Return whether all of these numbers are plain, so known to the host."""
     return not any(isinstance(value, Tensor) for value in values)
 
 
 def added(values: Sequence[Number]) -> Number:
-    """The sum of some numbers."""
+    """Return the sum of the tensors, if there are any, else of the plain numbers."""
     there = [value for value in values if isinstance(value, Tensor)]
     return torch.stack(there).sum() if there else float(sum(values))
 
 
 def together(values: Sequence[Number]) -> Tensor:
-    """One tensor of some numbers, in float64: where one of them lies, if any does."""
+    """Stack numbers into one tensor: in float64, on the device of the first tensor among them."""
     there = next((one for one in values if isinstance(one, Tensor)), None)
     if there is None:
         return torch.tensor(values, dtype=torch.float64)
@@ -55,7 +58,7 @@ def together(values: Sequence[Number]) -> Tensor:
 
 
 def instead(value: Number, other: float, asked: Number | None = None) -> Number:
-    """A number; another one where `asked` (by default the number itself) is not above zero."""
+    """Return `value`, or `other` where `asked` (by default `value`) is not above zero."""
     asked = value if asked is None else asked
     if isinstance(asked, Tensor):
         return torch.where(asked > 0, value, other)
@@ -63,12 +66,12 @@ def instead(value: Number, other: float, asked: Number | None = None) -> Number:
 
 
 def positive(total: Number) -> Number:
-    """A weight to divide by: of what weighs nothing, 1."""
+    """Return a weight to divide by: 1 for a weight of zero."""
     return instead(total, 1.0)
 
 
 def filled(like: Tensor, value: Number) -> Tensor:
-    """A tensor of one number, shaped like another one: the gradient that a loss is given."""
+    """Return a tensor like another one, filled with a number: used as the gradient of a loss."""
     if isinstance(value, Tensor):
         return value.to(like).expand_as(like)
     return torch.full_like(like, value)

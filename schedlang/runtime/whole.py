@@ -1,9 +1,8 @@
-"""Whole outputs and whole tensors of a program, put together from what each rank holds of them.
+"""Put full outputs and full tensors of a program together from the shards of each rank.
 
-* Outputs, and gradients of inputs, of ranks with different tokens put back in order.
-* The model's output for the whole batch, on every rank, from those of parts, replicas, stages.
-* Whole tensors of a program under the original's names, from what each rank holds of them. Every
-  function here is called by all ranks alike.
+* Outputs, and gradients of inputs, from ranks with different tokens, in order.
+* The model's output for the full batch, on every rank, from microbatches, replicas and stages.
+* Full tensors of a program under the original's names. All ranks call each function here.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from schedlang.runtime.redistribution.carry import follow, wire
 from schedlang.runtime.storage.coded import all_opened
 from schedlang.runtime.storage.offloaded_gradients import local
 
-Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
+Weighed = tuple[Any, int, float]  # an output, its rows, and its weight in a mean
 
 
 def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
-    """The output of the rows of this rank, from those of all ranks that have tokens of them."""
+    """Return the output of this rank's rows, from all ranks that have tokens of these rows."""
     assert a.tokens is not None
     group = a.ranks.group(a.context)
     found: list[Any] = [mine]
@@ -44,7 +43,7 @@ def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
 
 
 def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, along: Any) -> Any:
-    """The output for whole sequences; `along` has the dim of tokens of what runs along them."""
+    """Join outputs to those of full sequences; `along` maps a leaf's path to its dim of tokens."""
     flat = [pytree.tree_flatten_with_path(output) for output in outputs]
     made: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flat)):
@@ -66,7 +65,8 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
 
 
 def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:
-    """Join the gradients of an input on ranks with different tokens: in order, or added up."""
+    """Join gradients of an input from ranks with different tokens: concatenated in order, or
+    summed."""
     there = [grad for grad in grads if grad is not None]
     if not there:
         return None
@@ -76,31 +76,33 @@ def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) 
 
 
 _EARLIER = "an earlier stage of the pipeline has it"
-_LIST = re.compile(r"\[\d+\]")  # a place in a list, as pytree writes it
+_LIST = re.compile(r"\[\d+\]")  # an index of a list, as pytree writes it
 
 
 def whole_output(
     a: Assembly, parts: Mapping[int, Weighed], layout: Layout | None = None
 ) -> tuple[Any, dict[str, str]]:
-    """The whole output, and by path what is left out of it (None stands there), and why.
+    """Return the full output, and its missing leaves (None in the output): path -> reason.
 
-    `layout` says which tokens each rank had, where ranks split sequences.
-
-    `parts` are those of the microbatches whose last stage is on this rank; every rank calls this.
+    `parts` are the microbatches whose last stage is on this rank; all ranks call this. `layout`
+    gives the tokens of each rank, where ranks split sequences.
     """
     output = None
     with torch.no_grad():
-        own = {k: (_gathered(_own(a, out)), *rest) for k, (out, *rest) in parts.items()}
-    if made := _of_all_copies(a, own):
+        own = {
+            k: (_gather_logits(_mark_missing(a, out)), *rest) for k, (out, *rest) in parts.items()
+        }
+    if made := _gather_copies(a, own):
         mine = (stack(*zip(*made)), *map(sum, list(zip(*made))[1:]))
         if layout is not None:
             mine = across_tokens(a, mine, layout)
         output = _across_replicas(a, mine)
-    return cleaned(_from_last(a, output))
+    return cleaned(_broadcast_output(a, output))
 
 
-def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
-    """All microbatches in order, on the ranks of the last stage's first copy; nothing elsewhere."""
+def _gather_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
+    """Return all microbatches in order on the ranks of the last stage's first copy; elsewhere
+    nothing."""
     pipe = a.pipeline
     last = pipe.timeline.stages - 1
     places = {pipe.home(last, replica) for replica in range(pipe.timeline.replicas)}
@@ -113,19 +115,19 @@ def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
 
 
 def cleaned(output: Any) -> tuple[Any, dict[str, str]]:
-    """An output with None for what is Absent, and what that is, by path."""
+    """Replace `Absent` leaves of an output by None; return the output, and the reasons by path."""
     leaves, spec = pytree.tree_flatten_with_path(output)
-    left = {
+    missing = {
         leaf.place or place_text(path): leaf.reason
         for path, leaf in leaves
         if isinstance(leaf, Absent)
     }
-    there = [None if isinstance(leaf, Absent) else leaf for _, leaf in leaves]
-    return pytree.tree_unflatten(there, spec), left
+    present = [None if isinstance(leaf, Absent) else leaf for _, leaf in leaves]
+    return pytree.tree_unflatten(present, spec), missing
 
 
 def place_text(path: Sequence[Any]) -> str:
-    """A place in a nest as `name.0.name`."""
+    """Return a path in a nest as `name.0.name`."""
     steps = [
         next(str(getattr(key, kind)) for kind in ("key", "idx", "name") if hasattr(key, kind))
         for key in path
@@ -133,8 +135,8 @@ def place_text(path: Sequence[Any]) -> str:
     return ".".join(steps) or "output"
 
 
-def _own(a: Assembly, output: Any) -> Any:
-    """A part's output without what the last stage does not have: values inside earlier stages."""
+def _mark_missing(a: Assembly, output: Any) -> Any:
+    """Mark values in a microbatch's output that the last stage does not have as `Absent`."""
     if a.stage_axis is None:
         return output
     plain = (Tensor, ShardedLogits, bool, int, float, str, type(None))
@@ -142,7 +144,8 @@ def _own(a: Assembly, output: Any) -> Any:
 
     def kept(path: Any, leaf: Any) -> Any:
         place = pytree.keystr(path)
-        if place.startswith(shorter):  # a list that earlier stages have put into is another one
+        # earlier stages have changed this list: it has another structure
+        if place.startswith(shorter):
             upto = next(k for k, key in enumerate(path) if isinstance(key, pytree.SequenceKey))
             return Absent(_EARLIER, place_text(path[:upto]))
         if place in a.outputs_missing or not isinstance(leaf, plain):
@@ -153,8 +156,8 @@ def _own(a: Assembly, output: Any) -> Any:
     return pytree.tree_map_with_path(kept, output, is_leaf=split)
 
 
-def _gathered(output: Any) -> Any:
-    """The output with split logits made whole; all ranks of their group do this together."""
+def _gather_logits(output: Any) -> Any:
+    """Gather the vocabulary-sharded logits of an output; all ranks of their group call this."""
     made = lambda v: v.whole() if isinstance(v, ShardedLogits) else v  # noqa: E731
     is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
     return pytree.tree_map(made, output, is_leaf=is_split)
@@ -167,33 +170,35 @@ def _across_replicas(a: Assembly, mine: Weighed) -> Any:
     return stack(*zip(*world.all_gather_tensors(mine, group.pg, a.ranks.device)))
 
 
-def _from_last(a: Assembly, output: Any) -> Any:
+def _broadcast_output(a: Assembly, output: Any) -> Any:
     if a.stage_axis is None:
         return output
     return world.broadcast_tensors(a.last_rank, output, a.ranks.device)
 
 
 def parts(a: Assembly) -> dict[str, Tensor]:
-    """This rank's parts of the parameters, as they lie."""
+    """Return this rank's shards of the parameters, as they are stored."""
     return {name: local(parameter) for name, parameter in a.parameters.items()}
 
 
 def gradients(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
-    """The whole gradients, on all ranks or on those that `to` says; none where no rank has one."""
+    """Return full gradients, on all ranks or those that `to` gives; without parameters that have
+    none."""
     found = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
     own = {name: grad for name, grad in found.items() if grad is not None}
     return assembled(a.holdings, own, a.ranks, to, a.ways)
 
 
 def trained(a: Assembly) -> list[str]:
-    """The names of the parameters that some rank trains, in model order."""
+    """Return the names of the parameters that some rank trains, in model order."""
     mine = [name for name, p in a.parameters.items() if p.requires_grad]
     union = {name for names in world.distinct_objects(mine) for name in names}
     return [name for name in a.holdings if name in union]
 
 
 def state_dict(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers by the original's keys, on all ranks, or on those that `to` says."""
+    """Return parameters and buffers by the original's keys, on all ranks or those that `to`
+    gives."""
     found = {**assembled(a.holdings, parts(a), a.ranks, to, a.ways), **buffers(a)}
     for names in a.ties:
         found.update({name: found[names[0]] for name in names if names[0] in found})
@@ -201,10 +206,11 @@ def state_dict(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
 
 
 def buffers(a: Assembly) -> dict[str, Tensor]:
-    """All buffers by name, those that a state dict leaves out too; of copies the first rank's.
+    """Return all buffers by name, including those that a state dict omits; of copies the first
+    rank's.
 
-    Of stages laid twice those of the first replica, which also evaluates: statistics of one
-    direction, never a mixture of both.
+    For stages that are placed twice, the first replica's, which also evaluates: statistics of one
+    replica, never a mixture of both.
     """
     own = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
     if a.stage_axis is None:
@@ -218,8 +224,7 @@ def buffers(a: Assembly) -> dict[str, Tensor]:
 
 
 def buffer_errors(a: Assembly) -> dict[str, float]:
-    """Return for each buffer whether its copies on all ranks that hold it are equal (0) or not
-    (1)."""
+    """Return for each buffer 0 if its copies on all ranks that hold it are equal, else 1."""
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis) if a.stage_axis is not None else 0
     stages = a.buffer_stages
     mine = {
@@ -236,7 +241,7 @@ def buffer_errors(a: Assembly) -> dict[str, float]:
 
 
 def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
-    """Take over whole values; raises Refusal S641 before anything is changed."""
+    """Load full values; raises Refusal S641 before anything is changed."""
     if not isinstance(state, Mapping):
         title = f"a state dict is a dict, not {kind_of(state)}"
         raise Refusal.of("S641", title, helps=("`program.load` takes the path of a checkpoint",))
@@ -264,10 +269,10 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def replica_errors(a: Assembly) -> dict[str, float]:
-    """Return the greatest relative difference between copies of one part, by parameter.
+    """Return the largest relative difference between copies of one shard, by parameter.
 
-    Each rank is given the part that it holds as the rank has it that is primary for it; padding is
-    compared with zeros.
+    Each rank receives its shard from the rank that is primary for it; padding is compared with
+    zeros.
     """
     own = parts(a)
     sizes = {name: p.itemsize for name, p in a.module.named_parameters()}
@@ -288,9 +293,9 @@ def replica_errors(a: Assembly) -> dict[str, float]:
 def optimizer_state(
     a: Assembly, optimizer: torch.optim.Optimizer | None, to: To | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the state by parameter name and slot: whole tensors, and numbers as they are.
+    """Return the state by parameter name and slot: full tensors, and numbers as they are.
 
-    Tensors on all ranks, or on those that `to` says.
+    On all ranks, or those that `to` gives.
     """
     laid: dict[tuple[str, str], Tensor] = {}
     plain: dict[tuple[str, str], Any] = {}
@@ -317,7 +322,7 @@ def optimizer_state(
 def input_gradients(
     a: Assembly, parts: Sequence[Part], times: float = 1.0
 ) -> dict[str, Tensor | None]:
-    """Gradients of the batch's float tensors: the rows of all replicas, summed over stages.
+    """Return gradients of the batch's float tensors: rows of all replicas, summed over stages.
 
     The loss was multiplied by `times`.
     """
@@ -333,35 +338,38 @@ def input_gradients(
     places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
     layout = parts[0].shard.layout if parts and parts[0].shard is not None else None
-    return {n: _joined([_rows(a, everyone, place, n, layout) for place in places]) for n in names}
+    return {
+        n: _concatenate([_row_gradient(a, everyone, place, n, layout) for place in places])
+        for n in names
+    }
 
 
-def _rows(
+def _row_gradient(
     a: Assembly, everyone: Sequence[Any], place: int, name: str, layout: Layout | None
 ) -> Tensor | None:
-    """The gradient of some rows, from all ranks that have tokens of them."""
+    """Return the gradient of some rows, from all ranks that have tokens of these rows."""
     if layout is None or a.tokens is None:
-        return _replica(a, everyone, place, name)
+        return _replica_gradient(a, everyone, place, name)
     count = len(layout.runs)
-    found = [_replica(a, everyone, place * count + k, name) for k in range(count)]
+    found = [_replica_gradient(a, everyone, place * count + k, name) for k in range(count)]
     return input_gradient(found, layout, name in (a.tokens.along or ()))
 
 
-def _replica(a: Assembly, everyone: Sequence[Any], place: int, name: str) -> Tensor | None:
-    """One replica's rows: each stage's part of the gradient, added up."""
+def _replica_gradient(a: Assembly, everyone: Sequence[Any], place: int, name: str) -> Tensor | None:
+    """Return the gradient of one replica's rows: the sum over stages."""
     found = [
         [part[name] for part in parts]
         for rank, parts in enumerate(everyone)
         if a.primary(rank) and a.place(rank) == place
     ]
-    return _joined([_added(values) for values in zip(*found)])
+    return _concatenate([_sum_present(values) for values in zip(*found)])
 
 
-def _joined(rows: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenate(rows: Sequence[Tensor | None]) -> Tensor | None:
     there = [row for row in rows if row is not None]
     return torch.cat(there) if there and len(there) == len(rows) else None
 
 
-def _added(values: Sequence[Tensor | None]) -> Tensor | None:
+def _sum_present(values: Sequence[Tensor | None]) -> Tensor | None:
     there = [value for value in values if value is not None]
     return torch.stack(there).sum(0) if there else None

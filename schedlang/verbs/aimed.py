@@ -1,4 +1,4 @@
-"""tune --aim: what of a training is to be least, as options say it."""
+"""tune --aim: options that set what a search minimises: time, cost or energy of a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True)
 class Aims:
-    """The figure of a training that is to be least, its length, and until when it must end."""
+    """The quantity of a training to be minimised, the training's length, and its deadline."""
 
     aim: Annotated[
         str | None,
@@ -52,14 +52,14 @@ class Aims:
 
     @property
     def given(self) -> bool:
-        """Whether any of these is asked for."""
+        """Whether any of these options is given."""
         return self != Aims()
 
     def read(self, rows: int, length: int) -> Aim | None:
-        """The aim of a job whose steps have so many rows of so many tokens; None: not asked for.
+        """Return the aim of a job whose steps have `rows` rows of `length` tokens; None without
+        options.
 
-        Raises Refusal S109 for what cannot be read, and for a training of which nothing says how
-        long it is.
+        Raises Refusal S109 for illegal options, and for a training without a length.
         """
         from schedlang.passes.planner.aims import AIMS, COST, ENERGY, TIME, Aim
 
@@ -72,10 +72,14 @@ class Aims:
             bad_option(f"`--eta` weighs energy, not {name}", f"`--aim {ENERGY}`")
         if not 0 <= self.eta <= 1:
             bad_option(f"`--eta {self.eta:g}` is no share", "give one from 0 to 1: `--eta 0.5`")
-        samples = self._tokens(rows, length) if self.tokens is not None else self._samples(rows)
-        return Aim(name, samples, self._until(), self.eta)
+        samples = (
+            self._steps_from_tokens(rows, length)
+            if self.tokens is not None
+            else self._steps_from_samples(rows)
+        )
+        return Aim(name, samples, self._deadline_seconds(), self.eta)
 
-    def _samples(self, rows: int) -> Mapping[int, float]:
+    def _steps_from_samples(self, rows: int) -> Mapping[int, float]:
         if not self.samples:
             title = "nothing says how long the training is"
             bad_option(title, "give its rows or tokens: `--samples 10M`, `--tokens 300G`")
@@ -89,7 +93,7 @@ class Aims:
             )
         return found
 
-    def _tokens(self, rows: int, length: int) -> Mapping[int, float]:
+    def _steps_from_tokens(self, rows: int, length: int) -> Mapping[int, float]:
         assert self.tokens is not None
         count = whole(self.tokens, "--tokens")
         if self.samples:
@@ -100,7 +104,7 @@ class Aims:
             bad_option("a training has fewer tokens than one of its steps", "`--tokens 300G`")
         return {rows: count / length}
 
-    def _until(self) -> float:
+    def _deadline_seconds(self) -> float:
         if self.deadline is None:
             return math.inf
         number, unit = self.deadline[:-1], self.deadline[-1:].lower()
@@ -113,7 +117,7 @@ class Aims:
 
 
 def whole(text: str, option: str) -> int:
-    """A number of rows or tokens: 4M is 4 x 2^20 (S109)."""
+    """Parse a number of rows or tokens: 4M is 4 x 2^20; refuses S109."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:
         bad_option(f"cannot read `{option} {text}`", f"write `{option} 4M`: 4 x 2^20")

@@ -1,4 +1,4 @@
-"""calibrate: a machine as it is measured, for verbs that time steps."""
+"""calibrate: measure a machine, or fit one to timed runs, for verbs that time steps."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ def calibrate(
     if (model is None) != (runs is None):
         bad_option("a model and its runs go together", "`schedlang calibrate model.py --runs FILE`")
     if model is not None and runs is not None:
-        _of_runs(model, runs, like, dtype, out, as_json)
+        _fit_to_runs(model, runs, like, dtype, out, as_json)
         return
     if ranks < 1:
         bad_option(f"`--ranks {ranks}` are too few", "give 2, or 1 to measure no messages")
     host = on_host(own_device())
-    chosen = _dtype(dtype, host)
-    base = _base(like, host, ranks)
+    chosen = _check_dtype(dtype, host)
+    base = _base_machine(like, host, ranks)
     with Telling(as_json) as telling:
-        rates, sent = _measured(longest, ranks if host else 1, telling)
+        rates, sent = _measure_rates(longest, ranks if host else 1, telling)
     found = fitted(base, rates, sent, chosen, ranks)
     samples = [asdict(one) for one in (*rates, *sent)]
-    _tell(found, out, as_json, {"samples": samples})
+    _write_machine(found, out, as_json, {"samples": samples})
 
 
-def _tell(found: Fitted, out: Path | None, as_json: bool, more: dict[str, Any]) -> None:
+def _write_machine(found: Fitted, out: Path | None, as_json: bool, more: dict[str, Any]) -> None:
     """Write the machine, or print it."""
     from schedlang.passes.simulate.calibrated import text
 
@@ -99,10 +99,11 @@ def _tell(found: Fitted, out: Path | None, as_json: bool, more: dict[str, Any]) 
         print(f"{out}: {found.cluster.name}, read it with `--on {out}`")
 
 
-def _of_runs(
+def _fit_to_runs(
     model: Path, runs: Path, like: str | None, dtype: str | None, out: Path | None, as_json: bool
 ) -> None:
-    """Fit a machine to a table of runs; tell how well it tells them, and what they do not tell."""
+    """Fit a machine to a table of runs; report the errors, and the constants that the runs do not
+    show."""
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.ir.primitive import load_all
@@ -119,7 +120,7 @@ def _of_runs(
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like a100`")
     if isinstance(base, Nodes):
         bad_option(f"`{like}` has unlike nodes, whose runs are not fitted", "give one kind of them")
-    wide = _dtype(dtype, host=False) == "float32"
+    wide = _check_dtype(dtype, host=False) == "float32"
     timed = read_runs(runs)
     load_all()
     file = load_model_file(str(model), model)
@@ -132,14 +133,14 @@ def _of_runs(
         kept = f"; not told by them: {', '.join(found.kept)}" if found.kept else ""
         print(f"{len(timed)} runs, {off:.1%} off in the mean, each left out {alone:.1%}{kept}")
     each = [
-        {**asdict(run), "told": told, "alone": left}
-        for run, told, left in zip(timed, found.told, found.alone, strict=True)
+        {**asdict(run), "told": predicted, "alone": left_out}
+        for run, predicted, left_out in zip(timed, found.told, found.alone, strict=True)
     ]
     more = {"mape": off, "left_out": alone, "not_told": found.kept, "runs": each}
-    _tell(Fitted(found.cluster, found.how), out, as_json, more)
+    _write_machine(Fitted(found.cluster, found.how), out, as_json, more)
 
 
-def _dtype(asked: str | None, host: bool) -> str:
+def _check_dtype(asked: str | None, host: bool) -> str:
     from schedlang.passes.simulate.calibrated import WIDTHS
 
     if asked is not None and asked not in WIDTHS:
@@ -147,13 +148,13 @@ def _dtype(asked: str | None, host: bool) -> str:
     return asked or ("float32" if host else "bfloat16")
 
 
-def _base(like: str | None, host: bool, ranks: int) -> Cluster:
-    """The machine whose fields stand where nothing is measured."""
+def _base_machine(like: str | None, host: bool, ranks: int) -> Cluster:
+    """Return the machine whose fields are used where nothing is measured."""
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
     from schedlang.runtime.device import name_of, own_device, total_bytes
 
     known = cluster_named(like)[0] if like is not None else None
-    known = known.slowest if known is not None else None  # of unlike nodes one machine
+    known = known.slowest if known is not None else None  # of different nodes, one machine
     if known is None and (like is not None or not host or ranks < 2):
         title = f"unknown machine `{like}`" if like else "links between ranks are not measured"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like h100`")
@@ -166,8 +167,8 @@ def _base(like: str | None, host: bool, ranks: int) -> Cluster:
     )
 
 
-def _measured(longest: float, ranks: int, telling: Telling) -> tuple[list[Rate], list[Rate]]:
-    """Rates of operators here, and of collectives on ranks that are started."""
+def _measure_rates(longest: float, ranks: int, telling: Telling) -> tuple[list[Rate], list[Rate]]:
+    """Measure the rates of operators here, and of collectives on ranks started here."""
     from schedlang.runtime.launch.pool import Pool
     from schedlang.runtime.rates import DTYPES, collectives, operators
 

@@ -35,10 +35,10 @@ def check(
     from schedlang.verbs.inputs import settings
 
     warnings = warnings_of(files, settings(common.knob, common.mesh))
-    proven = _proven(files, common) if common.model is not None else {}
+    proven = _prove_static(files, common) if common.model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
     unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
-    changed = _changed(files, common.model) if locked else []
+    changed = _changed_locks(files, common.model) if locked else []
     code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json(
@@ -52,15 +52,15 @@ def check(
     else:
         show_warnings([*wrong, *warnings])
         for file in files:
-            _show(file, proven.get(file))
+            _print_result(file, proven.get(file))
         for compared in changed:
             print(compared)
     if code:
         raise typer.Exit(code)
 
 
-def _proven(files: Sequence[Path], common: Common) -> dict[Path, Static]:
-    """The static proofs of each schedule, with the model file's batch."""
+def _prove_static(files: Sequence[Path], common: Common) -> dict[Path, Static]:
+    """Return the static proofs of each schedule, with the model file's batch."""
     from schedlang.passes.simulate.gains import gained
     from schedlang.passes.static_checks.static import static
     from schedlang.verbs.inputs import planned
@@ -75,8 +75,9 @@ def _proven(files: Sequence[Path], common: Common) -> dict[Path, Static]:
     return proven
 
 
-def _changed(files: Sequence[Path], model: str | None) -> list[Compared]:
-    """Return the schedules with rows whose locks do not hold; refuse one without a lock."""
+def _changed_locks(files: Sequence[Path], model: str | None) -> list[Compared]:
+    """Return the schedules whose locks do not hold; refuse a schedule with rows but without a
+    lock."""
     from schedlang.verbs.examine import is_library
     from schedlang.verbs.lockfile import compare_lock
 
@@ -84,13 +85,15 @@ def _changed(files: Sequence[Path], model: str | None) -> list[Compared]:
     return [one for one in compared if one.changes]
 
 
-def _show(file: Path, static: Static | None) -> None:
+def _print_result(file: Path, static: Static | None) -> None:
     if static is None:
         print(f"{file}: holds")
         return
     holds = all(claim.holds for claim in static.claims)
-    said = "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
-    print(f"{file}: {said}")
+    verdict = (
+        "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
+    )
+    print(f"{file}: {verdict}")
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
     for one in static.unseen:

@@ -1,4 +1,4 @@
-"""Checking schedules without their models: what `check FILE` asks, before any option is read."""
+"""Checks of schedules without their models, for `check FILE` before any option is parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def warnings_of(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
-    """The warnings about some schedules; refuses all that is wrong in them, of all files."""
+    """Return the warnings of schedules; refuse all mistakes of all files at once."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
@@ -36,16 +36,17 @@ def warnings_of(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
 
 
 def show_warnings(warnings: Sequence[Diagnostic]) -> None:
-    """Each framed, on standard error."""
+    """Print each warning, framed, on standard error."""
     for one in warnings:
         print(one.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
 
 
 def plain(words: Sequence[str]) -> int | None:
-    """The exit code of `check` with these words, if they are files and `--json` only; else None.
+    """Return the exit code of `check` for these words, if they are files and `--json` only; else
+    None.
 
-    Editors and hooks ask this of every file that is saved: it is answered without the packages
-    that options are read with, which take longer to import than the check itself.
+    Editors and hooks check every file that is saved: this path avoids the packages that parse
+    options, which take longer to import than the check itself.
     """
     as_json = "--json" in words
     files = [Path(word) for word in words if word != "--json"]

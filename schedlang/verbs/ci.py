@@ -1,4 +1,4 @@
-"""ci: check, compare and verify many schedules; on GitHub say it on their lines."""
+"""ci: check, compare and verify many schedules; on GitHub, annotate their lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """The seed and the limits of proofs, and the schedules that are meant to be refused."""
+    """The seed and the limits of proofs, and the schedules that must be refused."""
 
     seed: Seed = 0
     dtype: WorkingDtype = None
@@ -44,7 +44,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Asks:
-    """The questions about each schedule beside its check."""
+    """The examinations of each schedule in addition to its check."""
 
     static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
     shrink: Annotated[
@@ -76,8 +76,8 @@ def ci(
     """
     from schedlang.verbs.examine import Ranks, Wish
 
-    files = list(_schedules(paths))
-    meant = _meant(terms.refused or (), files)
+    files = list(_find_schedules(paths))
+    expected = _expected_refusals(terms.refused or (), files)
     wish = Wish(
         common.model,
         tuple(common.knob or ()),
@@ -91,22 +91,22 @@ def ci(
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:
-            mine = replace(wish, refused=meant.get(file.resolve(), ""))
-            for outcome in _asked(file, mine, asks, ranks):
+            mine = replace(wish, refused=expected.get(file.resolve(), ""))
+            for outcome in _examine_file(file, mine, asks, ranks):
                 found.append(outcome)
                 if not as_json:
-                    _say(outcome)
+                    _print_outcome(outcome)
             if svg is not None and found[-1].code == HOLDS and not mine.refused:
-                _draw(file, mine, svg)
-    _tell_github(found, sys.stderr if as_json else sys.stdout)
-    code = _exit(found)
+                _draw_plan(file, mine, svg)
+    _annotate_github(found, sys.stderr if as_json else sys.stdout)
+    code = _exit_code(found)
     if as_json:
         show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in found]})
     raise typer.Exit(code)
 
 
-def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcome]:
-    """The answers for one file; what is not sound is asked nothing more."""
+def _examine_file(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcome]:
+    """Yield the outcomes for one file; stop at the first that does not hold."""
     from schedlang.verbs import examine
     from schedlang.verbs.lockfile import lock_path
 
@@ -123,8 +123,8 @@ def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcom
         yield examine.verify(file, wish, ranks)
 
 
-def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files named, and those below the folders named, in order (S000)."""
+def _find_schedules(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the named files, and those below the named folders, in order; refuses S000."""
     from schedlang.diagnostics.diagnostic import Refusal
 
     for path in paths:
@@ -139,9 +139,8 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         yield from below
 
 
-def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
-    """Return the schedules that are meant to be refused, each with its code; refuse others
-    (S109)."""
+def _expected_refusals(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
+    """Return the schedules that must be refused, each with its code; refuses S109 unknown ones."""
     known, found = {file.resolve() for file in files}, {}
     for text in said:
         name, _, code = text.rpartition(":")
@@ -152,8 +151,8 @@ def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     return found
 
 
-def _say(outcome: Outcome) -> None:
-    """One line for what holds, all there is to say for what does not."""
+def _print_outcome(outcome: Outcome) -> None:
+    """Print one line for an outcome that holds, and the full text for one that does not."""
     print(f"{outcome.file}: {outcome.question} {outcome.word}  {outcome.seconds:.1f} s", flush=True)
     if outcome.skipped or outcome.code != HOLDS:
         print(fitted(outcome.skipped or outcome.text, columns()), flush=True)
@@ -161,8 +160,11 @@ def _say(outcome: Outcome) -> None:
         print(fitted(outcome.text, columns(sys.stderr)), file=sys.stderr)
 
 
-def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
-    """The runner reads commands from both streams; JSON stays alone on its own."""
+def _annotate_github(found: Sequence[Outcome], out: TextIO) -> None:
+    """Print annotations to `out` and write the job's summary; nothing outside of GitHub.
+
+    The runner reads commands from both streams, so that JSON can stay alone on standard output.
+    """
     from schedlang.diagnostics.annotate import annotation, on_github, summarize
     from schedlang.verbs.examine import summary
 
@@ -174,14 +176,15 @@ def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
     summarize(summary([outcome.to_json() for outcome in found]))
 
 
-def _exit(found: Sequence[Outcome]) -> int:
-    """1 if anything does not hold, else 2 if some was refused, else 3 if some was not checked."""
+def _exit_code(found: Sequence[Outcome]) -> int:
+    """Return 1 if anything does not hold, else 2 if any was refused, else 3 if any was not
+    checked."""
     codes = {UNCHECKED if outcome.skipped else outcome.code for outcome in found}
     return next((code for code in (FAILS, REFUSED, UNCHECKED) if code in codes), HOLDS)
 
 
-def _draw(file: Path, wish: Wish, folder: Path) -> None:
-    """The picture of a plan, named after the schedule's path."""
+def _draw_plan(file: Path, wish: Wish, folder: Path) -> None:
+    """Draw a plan into the folder, in a file named after the schedule's path."""
     from schedlang.verbs.examine import is_library
     from schedlang.verbs.inputs import accounted, planned, write_text
     from schedlang.viz.picture import picture
@@ -192,5 +195,5 @@ def _draw(file: Path, wish: Wish, folder: Path) -> None:
     found = planned(file, wish.model, wish.knobs, wish.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part for part in file.parts if part not in ("..", ".", file.anchor)]
-    drawn = picture(view(found.plan, accounted(found), file.name))
-    write_text(folder / f"{'.'.join(parts)}.svg", drawn)
+    svg = picture(view(found.plan, accounted(found), file.name))
+    write_text(folder / f"{'.'.join(parts)}.svg", svg)

@@ -1,7 +1,6 @@
-"""--cost of a command line: what operations take, and expectations held against a plan and it.
+"""--cost of a command line: times of operations; and checks of a schedule's expectations.
 
-* --cost of a command line: what the operations of a step take.
-* Expectations of a schedule about its plan, held by the verbs: exit 1 for what does not hold.
+An expectation that does not hold ends a verb with exit code 1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Measurement, Took
 
 
-# as they are written, and the fields of a Cost that they are; B stands for I and W together
+# written name -> field of a Cost; B stands for I and W together
 FIELDS = {"F": "f", "I": "i", "W": "w"} | {
     name: name
     for name in (
@@ -42,10 +41,10 @@ NAMES = ("F", "I", "W", "B", *list(FIELDS)[3:])
 
 
 def costs(text: str | None) -> Cost:
-    """A cost as it is written, `F=18.5,I=18.1,W=9.3,comm=0.6`; refuses what it cannot read (S109).
+    """Parse a cost, `F=18.5,I=18.1,W=9.3,comm=0.6`; refuses S109.
 
-    What is left out: F is 1, I and W are as F, everything else takes no time. `B=` stands for both
-    halves of a backward. Whole numbers and fractions (`1/3`) are exact.
+    Defaults: F is 1, I and W are as F, everything else takes no time. `B=` stands for both halves
+    of a backward. Whole numbers and fractions (`1/3`) are exact.
     """
     given: dict[str, Number] = {}
     for part in (text or "").split(","):
@@ -55,16 +54,16 @@ def costs(text: str | None) -> Cost:
         known = {n.lower(): n for n in NAMES}.get(name.lower())
         if known is None:
             help_ = guess(name, NAMES, "costs:")
-            _bad(part, f"there is no cost `{name}`", help_, unknown(name, NAMES))
+            _refuse_cost(part, f"there is no cost `{name}`", help_, unknown(name, NAMES))
         if not equals or known in given:
             why = "it is given twice" if equals else "it needs a value"
-            _bad(part, why, f"write it once, as `{known}=1.5`")
-        given[known] = _value(known, part, value)
-    return _cost(given)
+            _refuse_cost(part, why, f"write it once, as `{known}=1.5`")
+        given[known] = _parse_value(known, part, value)
+    return _make_cost(given)
 
 
 def times(text: str) -> Cost | Measurement:
-    """Times as they are written, in milliseconds, or of a file that `run` wrote (S109, S915)."""
+    """Parse times in milliseconds, or read a file that `run` wrote; refuses S109, S915."""
     from schedlang.passes.simulate.step_time import MEASURE, measurement
 
     if not text.strip().lower().endswith(".json"):
@@ -83,9 +82,9 @@ def times(text: str) -> Cost | Measurement:
         raise Refusal.of("S915", title, helps=helps) from None
 
 
-def _cost(given: dict[str, Number]) -> Cost:
+def _make_cost(given: dict[str, Number]) -> Cost:
     if "B" in given and given.keys() & {"I", "W"}:
-        _bad("B", "`B` is `I` and `W` together", "give either `B`, or `I` and `W`")
+        _refuse_cost("B", "`B` is `I` and `W` together", "give either `B`, or `I` and `W`")
     forward = given.get("F", 1)
     if "B" in given:
         whole = given.pop("B")
@@ -95,24 +94,26 @@ def _cost(given: dict[str, Number]) -> Cost:
     fields: dict[str, Any] = {FIELDS[name]: value for name, value in given.items()}
     cost = replace(cost, **fields)
     if not cost.f + cost.i + cost.w:
-        _bad("F=0", "all times are 0", "one of `F`, `I` and `W` must be above 0")
+        _refuse_cost("F=0", "all times are 0", "one of `F`, `I` and `W` must be above 0")
     return cost
 
 
-def _value(name: str, part: str, text: str) -> Number:
-    """A number: whole or a fraction where it is written so."""
+def _parse_value(name: str, part: str, text: str) -> Number:
+    """Parse a number; a whole number or a fraction stays exact."""
     try:
         value: Number = Fraction(text) if "/" in text or text.isdigit() else float(text)
     except (ValueError, ZeroDivisionError):
-        _bad(part, "this is not a number", f"write `{name}=1.5` or `{name}=3/2`")
+        _refuse_cost(part, "this is not a number", f"write `{name}=1.5` or `{name}=3/2`")
     if not math.isfinite(value) or value < 0:
-        _bad(part, "a time must be finite, and not below 0", f"write `{name}=1.5`")
+        _refuse_cost(part, "a time must be finite, and not below 0", f"write `{name}=1.5`")
     if name in SHARES and value > 1:
-        _bad(part, f"`{name}` is a share of a microbatch's activations", f"write `{name}=0.5`")
+        _refuse_cost(
+            part, f"`{name}` is a share of a microbatch's activations", f"write `{name}=0.5`"
+        )
     return value
 
 
-def _bad(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
+def _refuse_cost(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
     title = f"cannot read `--cost {part.strip()}`: {why}"
     bad_option(title, help_, facts)
 
@@ -127,39 +128,40 @@ def step_of(plan: Plan, cost: str | None) -> Took | None:
 
 
 def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> None:
-    """Tell what an `expect` wants and the plan does not give; exit 1.
+    """Print the expectations that the plan does not meet; exit 1 if there are any.
 
-    Times are held where a step has one; else it is said that they are not.
+    Expected times are compared with `took`, a simulated or measured step; without one they are
+    reported as not compared.
     """
     from schedlang.passes.simulate.expected import late, unmet
 
-    _say_left(plan, took)
-    _fail([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
+    _report_uncompared(plan, took)
+    _exit_with([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
 
 
 def demand_costs(plan: Plan, account: Account) -> None:
-    """The same before times are known."""
+    """Check the expectations on costs alone, before times are known; exit 1."""
     from schedlang.passes.simulate.expected import unmet
 
-    _fail(unmet(plan, account))
+    _exit_with(unmet(plan, account))
 
 
 def demand_time(plan: Plan, took: Took) -> None:
-    """The same of times alone."""
+    """Check the expectations on times alone; exit 1."""
     from schedlang.passes.simulate.expected import late
 
-    _fail(late(plan, took))
+    _exit_with(late(plan, took))
 
 
-def _say_left(plan: Plan, took: Took | None) -> None:
-    """Name the times that nothing here can be held against."""
+def _report_uncompared(plan: Plan, took: Took | None) -> None:
+    """Print the expected times that are not compared."""
     from schedlang.passes.simulate.expected import LEFT, timed
 
     for one in timed(plan) if took is None else ():
         print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)
 
 
-def _fail(problems: Iterable[Diagnostic]) -> None:
+def _exit_with(problems: Iterable[Diagnostic]) -> None:
     found = list(problems)
     for problem in found:
         print(problem.render(for_messages(sys.stderr)), file=sys.stderr)

@@ -1,4 +1,7 @@
-"""Ranks that are waited for, slow ranks, and what links carry: judged from ledgers of ranks."""
+"""Diagnosis of a job from the ledgers of its ranks: ranks waited for, slow ranks, rates of links.
+
+Used by `schedlang doctor`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from statistics import median
 
 from schedlang.verbs.ledgers import Job, Ledger, Op
 
-SILENT = 10.0  # seconds without a sign of a rank that writes each second
-STUCK = 30.0  # seconds in one operation, where none are given
-SLOWER = 1.2  # times the median rank's own time
-LAST = 32  # steps that are looked at
-LARGE = 1 << 16  # bytes from which a transfer tells of a link
+SILENT = 10.0  # seconds without a sign of life of a rank that writes each second
+STUCK = 30.0  # default: seconds in one operation
+SLOWER = 1.2  # relative to the median rank's own time
+LAST = 32  # steps that are compared
+LARGE = 1 << 16  # smallest transfer in bytes that measures a link
 
 
 @dataclass(frozen=True)
 class Missing:
-    """An operation in which ranks wait for so many seconds, and those that have not come to it."""
+    """An operation in which ranks have waited for `seconds`, and the ranks that have not reached
+    it."""
 
     op: Op
     ranks: tuple[int, ...]
@@ -28,7 +32,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Differs:
-    """The first place where two ranks of a group do something else: one has left something out."""
+    """The first collective in which two ranks of a group differ: one of them has skipped
+    something."""
 
     lane: str
     ranks: tuple[int, int]
@@ -37,7 +42,7 @@ class Differs:
 
 @dataclass(frozen=True)
 class Pace:
-    """The steps of a rank: seconds from end to end, and those of them in which it did not wait."""
+    """The steps of a rank: median seconds from end to end, and without waiting (`own`)."""
 
     rank: int
     cycle: float
@@ -46,7 +51,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Link:
-    """Transfers among some ranks: the median of bytes a second, each rank's share alone."""
+    """Transfers among some ranks: count, median size, and median bytes per second of each rank."""
 
     ranks: tuple[int, ...]
     op: str
@@ -57,11 +62,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that is found in a job.
+    """The findings about a job.
 
-    after    seconds in one operation from which a job counts as stuck
-    silent   ranks without a sign of life, in seconds; `over` those that have ended
-    causes   ranks for whom all others wait, directly or not; none in a circle
+    after    seconds in one operation after which a job counts as stuck
+    silent   ranks without a sign of life, with the seconds; `over`: ranks that have ended
+    causes   ranks that all others wait for, directly or not; () for a circle
     """
 
     job: Job
@@ -78,19 +83,19 @@ class Diagnosis:
 
     @property
     def stuck(self) -> bool:
-        """Whether somebody waits for too long."""
+        """Whether some rank waits for too long."""
         return any(one.seconds >= self.after for one in self.missing)
 
     @property
     def well(self) -> bool:
-        """Whether there is nothing to tell of."""
-        left = [rank for rank in self.over if len(self.over) < len(self.job.ledgers)]
+        """Whether there is nothing to report."""
+        ended_early = [rank for rank in self.over if len(self.over) < len(self.job.ledgers)]
         failed = [one for one in self.job.ledgers.values() if one.error]
-        return not (self.never or self.silent or self.stuck or self.slow or left or failed)
+        return not (self.never or self.silent or self.stuck or self.slow or ended_early or failed)
 
 
 def diagnosed(job: Job, after: float = STUCK) -> Diagnosis:
-    """Look at all ledgers of a job."""
+    """Diagnose a job from all its ledgers."""
     over = tuple(rank for rank, one in job.ledgers.items() if one.over)
     silent = {
         rank: job.now - one.written
@@ -98,24 +103,24 @@ def diagnosed(job: Job, after: float = STUCK) -> Diagnosis:
         if one.live and not one.over and job.now - one.written > SILENT
     }
     never = tuple(rank for rank in range(job.world) if rank not in job.ledgers)
-    missing = tuple(_missing(job))
+    missing = tuple(_find_pending(job))
     stuck = any(one.seconds >= after for one in missing)
-    paces = tuple(_paces(job))
+    paces = tuple(_measure_paces(job))
     return Diagnosis(
         *(job, after, never, silent, over, missing),
-        differs=tuple(_differing(job)) if stuck else (),
-        causes=_causes(job, missing),
+        differs=tuple(_find_differences(job)) if stuck else (),
+        causes=_find_causes(job, missing),
         paces=paces,
-        slow=tuple(_slow(paces)),
-        links=tuple(_links(job)),
+        slow=tuple(_find_slow(paces)),
+        links=tuple(_measure_links(job)),
     )
 
 
 # -- who waits for whom ----------------------------------------------------------------------------
 
 
-def _missing(job: Job) -> Iterator[Missing]:
-    """Every operation in which somebody waits, by its first moment."""
+def _find_pending(job: Job) -> Iterator[Missing]:
+    """Yield every operation in which some rank waits, by start time."""
     found: dict[object, list[tuple[int, Op]]] = {}
     for rank, one in sorted(job.ledgers.items()):
         if one.waits is not None and not one.over:
@@ -128,7 +133,9 @@ def _missing(job: Job) -> Iterator[Missing]:
             (job.ledgers[r].lanes[op.lane] for r in waiting if op.lane in job.ledgers[r].lanes), ()
         )
         absent = tuple(
-            rank for rank in ranks if rank not in waiting and rank >= 0 and not _came(job, rank, op)
+            rank
+            for rank in ranks
+            if rank not in waiting and rank >= 0 and not _has_reached(job, rank, op)
         )
         seen = [job.ledgers[rank] for rank in waiting]
         latest = max(min(job.now, one.written + SILENT) for one in seen)
@@ -138,23 +145,23 @@ def _missing(job: Job) -> Iterator[Missing]:
 _OTHER = {"send": "receive", "receive": "send"}
 
 
-def _came(job: Job, rank: int, op: Op) -> bool:
-    """Whether a rank has begun the same collective, or the other end of a message."""
+def _has_reached(job: Job, rank: int, op: Op) -> bool:
+    """Return whether a rank has begun the same collective, or the other end of a message."""
     one = job.ledgers.get(rank)
     if one is None:
         return False
     if op.ends is None:
         return one.counts.get((op.lane, "", None), 0) >= op.number
     other = _OTHER.get(op.op, op.op)
-    if not one.live:  # a recorder counts the messages of a rank, not those of a pair
+    if not one.live:  # a flight recorder counts the messages per rank, not per pair
         return one.waits is not None and (one.waits.op, one.waits.ends) == (other, op.ends)
     return one.counts.get((op.lane, other, op.ends), 0) >= op.number
 
 
-def _causes(job: Job, missing: Sequence[Missing]) -> tuple[int, ...]:
-    """The ranks that others wait for, and that wait for nobody.
+def _find_causes(job: Job, missing: Sequence[Missing]) -> tuple[int, ...]:
+    """Return the ranks that others wait for, and that wait for no rank.
 
-    What all but some have left behind comes to its end there, too, or is what these are stuck in.
+    An operation counts if ranks have not reached it, or if all its ranks are stuck in it.
     """
     held = [one for one in missing if one.absent or {*one.waiting} == {*one.ranks}]
     waiting = {rank for one in held for rank in one.waiting}
@@ -162,17 +169,18 @@ def _causes(job: Job, missing: Sequence[Missing]) -> tuple[int, ...]:
     return tuple(sorted(absent - waiting))
 
 
-def _differing(job: Job) -> Iterator[Differs]:
-    """Find in each group the first collective in which a rank does not do what the first does.
+def _find_differences(job: Job) -> Iterator[Differs]:
+    """Find in each group the first collective in which a rank differs from the group's first rank.
 
-    Only what both have kept is compared.  Shapes may differ, as of all-to-alls.
+    Only operations that both ledgers still contain are compared. Shapes may differ, as in
+    all-to-alls.
     """
     lanes: dict[str, tuple[int, ...]] = {}
     for one in job.ledgers.values():
         lanes.update(one.lanes)
     for lane, ranks in lanes.items():
         kept = {
-            rank: _collectives(job.ledgers[rank], lane) for rank in ranks if rank in job.ledgers
+            rank: _collectives_of(job.ledgers[rank], lane) for rank in ranks if rank in job.ledgers
         }
         if not kept:
             continue
@@ -186,22 +194,23 @@ def _differing(job: Job) -> Iterator[Differs]:
                 break
 
 
-def _collectives(one: Ledger, lane: str) -> dict[int, Op]:
+def _collectives_of(one: Ledger, lane: str) -> dict[int, Op]:
     return {op.number: op for op in one.ops if op.lane == lane and op.ends is None}
 
 
 # -- pace ------------------------------------------------------------------------------------------
 
 
-def _paces(job: Job) -> Iterator[Pace]:
+def _measure_paces(job: Job) -> Iterator[Pace]:
     for rank, one in sorted(job.ledgers.items()):
         if steps := one.steps[-LAST:]:
             cycle = median(took for _, took, _ in steps)
             yield Pace(rank, cycle, median(took - waited for _, took, waited in steps))
 
 
-def _slow(paces: Sequence[Pace]) -> Iterator[Pace]:
-    """Ranks whose own time is longer than that of the others, by more than a tenth of a step."""
+def _find_slow(paces: Sequence[Pace]) -> Iterator[Pace]:
+    """Yield the ranks whose own time exceeds the median of the others by more than a tenth of a
+    step."""
     for one in paces:
         others = [other.own for other in paces if other is not one]
         if (
@@ -214,7 +223,7 @@ def _slow(paces: Sequence[Pace]) -> Iterator[Pace]:
 
 # -- links -----------------------------------------------------------------------------------------
 
-# the part of the whole tensor that each of n ranks sends, at least: the bus bandwidth of NCCL's
+# the minimal share of the full tensor that each of n ranks sends: the bus bandwidth of NCCL's
 # tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)
 _SHARES: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -225,13 +234,13 @@ _SHARES: Mapping[str, Callable[[int], float]] = {
 }
 
 
-def _links(job: Job) -> Iterator[Link]:
-    """Measure what each group carried: the time of whoever came last, who waited for none.
+def _measure_links(job: Job) -> Iterator[Link]:
+    """Measure the rate of each group, from the last rank of a transfer, which waited for no other.
 
-    Only where the host waits for transfers, or their times are in a dump.
+    Only where the host waits for transfers, or a dump contains their times.
     """
     found: dict[tuple[tuple[int, ...], str], list[tuple[int, float]]] = {}
-    for (ranks, op, size), times in _timed(job).items():
+    for (ranks, op, size), times in _transfer_times(job).items():
         for took in times:
             found.setdefault((ranks, op), []).append((size, took))
     for (ranks, op), transfers in sorted(found.items()):
@@ -240,7 +249,7 @@ def _links(job: Job) -> Iterator[Link]:
         yield Link(ranks, op, len(transfers), int(median(size for size, _ in transfers)), rate)
 
 
-def _timed(job: Job) -> dict[tuple[tuple[int, ...], str, int], list[float]]:
+def _transfer_times(job: Job) -> dict[tuple[tuple[int, ...], str, int], list[float]]:
     met: dict[object, dict[int, Op]] = {}
     for rank, ledger in job.ledgers.items():
         if ledger.device != "cpu" and ledger.live:

@@ -42,7 +42,7 @@ def diff(
     from schedlang.viz.diff import as_markdown, compare, page
 
     check_folders(html=html)
-    first, second = _sides((old, new), common)
+    first, second = _plan_both((old, new), common)
     found = compare(first.plan, second.plan)
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
@@ -57,8 +57,8 @@ def diff(
     print(fitted("\n".join(map(str, (found, *costs))), columns()))
 
 
-def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
-    """Both plans; refuses (S109) settings that neither side can take."""
+def _plan_both(files: tuple[Path, Path], common: Common) -> list[Planned]:
+    """Plan both sides; refuses S109 settings that apply to neither."""
     from schedlang.verbs.inputs import is_saved, planned, saved
 
     kept = [is_saved(file) for file in files]

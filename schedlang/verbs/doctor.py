@@ -1,4 +1,4 @@
-"""doctor: why a job is slow or stuck, from what its ranks wrote down."""
+"""doctor: find why a job is slow or stuck, from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedlang.verbs.diagnosed import Diagnosis, Missing
     from schedlang.verbs.ledgers import Ledger, Op
 
-_CALLS = 6  # of a rank that did not come
+_CALLS = 6  # shown of a rank that did not arrive
 
 
 @verb
@@ -47,7 +47,7 @@ def doctor(
     if as_json:
         show_json({"exit": code, **_facts(found)})
     else:
-        print("\n".join(_told(folder, found)))
+        print("\n".join(_report_lines(folder, found)))
     if code:
         raise typer.Exit(code)
 
@@ -55,34 +55,36 @@ def doctor(
 # -- as text ---------------------------------------------------------------------------------------
 
 
-def _told(folder: Path, found: Diagnosis) -> list[str]:
+def _report_lines(folder: Path, found: Diagnosis) -> list[str]:
     job = found.job
-    lines = [_head(folder, found), *_gone(found)]
+    lines = [_head_line(folder, found), *_gone_lines(found)]
     for rank in found.causes:
         if found.stuck:
-            lines += ["", *_cause(found, rank)]
+            lines += ["", *_cause_lines(found, rank)]
     if found.stuck and not found.causes:
-        lines += ["", *_circle(found)]
-    lines += [line for one in found.differs for line in ("", *_differs(one.ranks, one.ops))]
+        lines += ["", *_circle_lines(found)]
+    lines += [
+        line for one in found.differs for line in ("", *_difference_lines(one.ranks, one.ops))
+    ]
     if found.missing:
         lines += ["", "pending"]
-        lines += [f"  {_waits(one)}" for one in found.missing]
+        lines += [f"  {_pending_line(one)}" for one in found.missing]
     if found.paces:
         lines += ["", "steps  median of the last, in seconds: from end to end, without waiting"]
         slow = {one.rank for one in found.slow}
         for pace in found.paces:
             mark = "  slow" if pace.rank in slow else ""
             lines.append(f"  rank {pace.rank:<5} {pace.cycle:9.3f} {pace.own:9.3f}{mark}")
-        lines += [line for pace in found.slow for line in _where(job.ledgers[pace.rank])]
+        lines += [line for pace in found.slow for line in _slow_place(job.ledgers[pace.rank])]
     if found.links:
         lines += ["", "links  bytes a second of each rank, median"]
         for link in found.links:
             what = f"{link.op}, {link.count} of {size(link.size)}"
-            lines.append(f"  ranks {_some(link.ranks):<16} {size(int(link.rate))}/s   {what}")
+            lines.append(f"  ranks {_list_ranks(link.ranks):<16} {size(int(link.rate))}/s   {what}")
     return lines
 
 
-def _head(folder: Path, found: Diagnosis) -> str:
+def _head_line(folder: Path, found: Diagnosis) -> str:
     job = found.job
     steps = [one.step for one in job.ledgers.values() if one.step >= 0]
     at = f", step {min(steps)}" if steps else ""
@@ -93,7 +95,7 @@ def _head(folder: Path, found: Diagnosis) -> str:
     return f"{folder.name}   {len(job.ledgers)} of {job.world} ranks{at}   {state}"
 
 
-def _gone(found: Diagnosis) -> list[str]:
+def _gone_lines(found: Diagnosis) -> list[str]:
     lines = [f"  rank {rank} has written nothing" for rank in found.never]
     if found.silent.keys() == found.job.ledgers.keys():
         return [*lines, f"  no rank gave a sign for {min(found.silent.values()):.0f} s"]
@@ -109,79 +111,81 @@ def _gone(found: Diagnosis) -> list[str]:
     return lines
 
 
-def _cause(found: Diagnosis, rank: int) -> list[str]:
-    """A rank for which others wait, and where it is instead."""
+def _cause_lines(found: Diagnosis, rank: int) -> list[str]:
+    """Describe a rank that others wait for, and where the rank is instead."""
     lines = []
     for one in found.missing:
         if rank in one.absent:
-            lines.append(f"rank {rank} has not come to {_named(one.op, one.ranks)}")
+            lines.append(f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}")
             lines += [f"  row {one.op.row}"] * bool(one.op.row)
-            lines.append(f"  {_who(one.waiting)} in it for {one.seconds:.0f} s")
+            lines.append(f"  {_who_waits(one.waiting)} in it for {one.seconds:.0f} s")
     ledger = found.job.ledgers.get(rank)
     if ledger is not None and not ledger.over:
         lines.append("  it stands in")
-        lines += [f"    {call}" for call in _users(ledger)]
+        lines += [f"    {call}" for call in _user_calls(ledger)]
     return lines
 
 
-def _users(ledger: Ledger) -> list[str]:
-    """The innermost call, and those of the user's files."""
+def _user_calls(ledger: Ledger) -> list[str]:
+    """Return the innermost call, and the calls in the user's files."""
     first, *rest = ledger.stack or ("an unknown place",)
     others = ("site-packages", "/lib/python", "schedlang/", "<")
     own = [call for call in rest if not any(part in call for part in others)]
     return [first, *own][:_CALLS]
 
 
-def _circle(found: Diagnosis) -> list[str]:
-    """Ranks that wait for each other, or an operation to which all have come."""
+def _circle_lines(found: Diagnosis) -> list[str]:
+    """Describe ranks that wait for each other, or an operation that all ranks have reached."""
     lines = []
     for one in found.missing:
         for rank in one.absent:
-            lines.append(f"rank {rank} has not come to {_named(one.op, one.ranks)}: it waits, too")
+            lines.append(
+                f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}: it waits, too"
+            )
     return lines or ["all have come to what they wait for: the network does not carry it"]
 
 
-def _differs(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
+def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
     one, other = ops
     lines = [f"ranks {ranks[0]} and {ranks[1]} differ from collective {one.number} of a group on"]
     for rank, op in zip(ranks, ops):
-        lines.append(f"  rank {rank}: {op.op}{_of(op)}")
+        lines.append(f"  rank {rank}: {op.op}{_op_details(op)}")
         lines += [f"    row {op.row}"] * bool(op.row)
     return [*lines, "  what only one of them does has been left out by the other"]
 
 
-def _waits(one: Missing) -> str:
-    said = f"{_who(one.waiting)} for {one.seconds:.1f} s in {_named(one.op, one.ranks)}"
-    return said + (f", for {_plural(one.absent)}" if one.absent else "")
+def _pending_line(one: Missing) -> str:
+    text = f"{_who_waits(one.waiting)} for {one.seconds:.1f} s in {_describe_op(one.op, one.ranks)}"
+    return text + (f", for {_ranks_phrase(one.absent)}" if one.absent else "")
 
 
-def _who(ranks: tuple[int, ...]) -> str:
-    return _plural(ranks) + (" wait" if len(ranks) > 1 else " waits")
+def _who_waits(ranks: tuple[int, ...]) -> str:
+    return _ranks_phrase(ranks) + (" wait" if len(ranks) > 1 else " waits")
 
 
-def _plural(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)}"
+def _ranks_phrase(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}"
 
 
-def _some(ranks: tuple[int, ...]) -> str:
+def _list_ranks(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _named(op: Op, ranks: tuple[int, ...]) -> str:
+def _describe_op(op: Op, ranks: tuple[int, ...]) -> str:
     if op.ends is not None:
-        return f"message {op.number} from rank {op.ends[0]} to rank {op.ends[1]}{_of(op)}"
-    return f"{op.op} {op.number} of ranks {_some(ranks)}{_of(op)}"
+        return f"message {op.number} from rank {op.ends[0]} to rank {op.ends[1]}{_op_details(op)}"
+    return f"{op.op} {op.number} of ranks {_list_ranks(ranks)}{_op_details(op)}"
 
 
-def _of(op: Op) -> str:
+def _op_details(op: Op) -> str:
     whose = f" for `{op.whose}`" if op.whose else ""
     held = f", {size(op.size)}" if op.size else ""
     return whose + (" in backward" if op.backward else "") + held
 
 
-def _where(ledger: Ledger) -> list[str]:
-    """The place at which a slow rank was found at work most often."""
+def _slow_place(ledger: Ledger) -> list[str]:
+    """Describe the place where a slow rank was seen at work most often."""
     looks = sum(n for *_, n in ledger.where)
     lines = []
     for module, line, row, n in ledger.where[:1]:
@@ -209,7 +213,7 @@ def _facts(found: Diagnosis) -> dict[str, Any]:
         "causes": list(found.causes),
         "pending": [
             {
-                **_op(one.op),
+                **_op_json(one.op),
                 "ranks": list(one.ranks),
                 "waiting": list(one.waiting),
                 "absent": list(one.absent),
@@ -218,7 +222,8 @@ def _facts(found: Diagnosis) -> dict[str, Any]:
             for one in found.missing
         ],
         "differs": [
-            {"ranks": list(one.ranks), "ops": [_op(op) for op in one.ops]} for one in found.differs
+            {"ranks": list(one.ranks), "ops": [_op_json(op) for op in one.ops]}
+            for one in found.differs
         ],
         "steps": [vars(one) for one in found.paces],
         "slow": [one.rank for one in found.slow],
@@ -234,7 +239,7 @@ def _facts(found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _op(op: Op) -> dict[str, Any]:
+def _op_json(op: Op) -> dict[str, Any]:
     return {
         "op": op.op,
         "number": op.number,

@@ -1,7 +1,6 @@
-"""One schedule put to the questions of CI: is it sound, is its lock true, is it equal?
+"""The examinations of one schedule in CI: check, lock, static proofs, verification.
 
-* Questions of CI about one schedule, and their answers: wishes, outcomes and their table.
-* One schedule put to the questions that CI asks: is it sound, is its lock true, is it equal?
+Used by `schedlang ci` and the pytest plugin.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 class Wish:
     """The terms of an examination of a schedule; see the options of `verify`.
 
-    world    the most ranks that may be started; a larger mesh is left out, and says so
-    shrink   reduce model and mesh where the mesh is larger, instead
-    refused  the code with which the schedule is meant to be refused; empty if it is not
-    timeout  seconds for a proof that runs; one that takes longer could not be checked
+    world    the maximal number of ranks to start; a larger mesh is skipped, with a message
+    shrink   reduce model and mesh where the mesh is larger, instead of skipping
+    refused  the code with which the schedule must be refused; "" if it must not be
+    timeout  seconds for a proof that runs; a longer one counts as not checked
     """
 
     model: str | None = None
@@ -59,7 +58,7 @@ class Outcome:
     """The answer to one question about one schedule.
 
     code     an exit code: 0 holds, 1 does not hold, 2 refused, 3 could not be checked
-    skipped  why it was left out, if it was; then `code` means nothing
+    skipped  why the question was skipped, if it was; then `code` has no meaning
     """
 
     file: Path
@@ -67,7 +66,7 @@ class Outcome:
     code: int = HOLDS
     text: str = ""
     line: int = 0  # of `place`
-    place: str = ""  # the file that the line is in, where it is not the schedule itself
+    place: str = ""  # the file of the line, where it is not the schedule itself
     skipped: str = ""
     report: Report | None = field(default=None, repr=False)
     facts: tuple[tuple[str, str], ...] = ()
@@ -80,12 +79,12 @@ class Outcome:
 
     @property
     def where(self) -> str:
-        """file:line"""
+        """The place as `file:line`."""
         return f"{self.place or self.file}:{self.line or 1}"
 
     @property
     def note(self) -> Note | None:
-        """The note for the schedule's line; None where it holds."""
+        """The annotation for the schedule's line; None if the schedule holds."""
         if self.skipped or self.code == HOLDS:
             return None
         title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"
@@ -107,7 +106,7 @@ class Outcome:
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> str:
-    """Outcomes, as JSON has them, as a Markdown table."""
+    """Format outcomes (as JSON values) as a Markdown table."""
     head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
     rows = [
         (
@@ -128,7 +127,7 @@ _PLACE = re.compile(r"(.+?):(\d+): ")
 
 
 class Ranks:
-    """Warm local ranks for one model file at a time: neighbours share them."""
+    """Warm local ranks for one model file at a time, shared by consecutive schedules."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -136,7 +135,7 @@ class Ranks:
         self._pool: Pool | None = None
 
     def model_file(self, named: str | None, beside: Path) -> ModelFile:
-        """The model file of a schedule, imported anew unless it was the last one."""
+        """Return the model file of a schedule; import it anew unless it was the last one."""
         from schedlang.ir.modelfile import load_model_file
 
         key = named or str((beside.parent / "model.py").resolve())
@@ -144,11 +143,11 @@ class Ranks:
             self.close()
             self._found = load_model_file(named, beside)
             self._key = key
-        sys.modules[self._found.name] = self._found.module  # another may have come in between
+        sys.modules[self._found.name] = self._found.module  # another module may have taken the name
         return self._found
 
     def pool(self) -> Pool:
-        """Ranks that know the model file."""
+        """Return ranks that have loaded the model file."""
         from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
         from schedlang.runtime.launch.pool import Pool
 
@@ -158,13 +157,13 @@ class Ranks:
         return self._pool
 
     def rest(self) -> None:
-        """End the ranks, keep the model file."""
+        """End the ranks, but keep the model file."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def close(self) -> None:
-        """End the ranks and forget the model file."""
+        """End the ranks and drop the model file."""
         self.rest()
         self._key = self._found = None
 
@@ -176,15 +175,13 @@ class Ranks:
 
 
 def is_library(file: Path) -> bool:
-    """Return whether a file only defines what others use, and so has nothing to verify.
-
-    May refuse.
-    """
+    """Return whether a file only defines what others use, and so has nothing to verify; may
+    refuse."""
     return first_row(file) == 0
 
 
 def first_row(file: Path) -> int:
-    """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
+    """Return the line of the first step or row of a schedule, 0 if there is none; may refuse."""
     from schedlang.language import nodes as n
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.bases import is_base
@@ -199,7 +196,7 @@ def first_row(file: Path) -> int:
 
 
 def check(file: Path, wish: Wish) -> Outcome:
-    """Syntax, names, domains and arguments, without a model; warnings are in the text."""
+    """Check syntax, names, domains and arguments without a model; the text has the warnings."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.checking import warnings_of
@@ -208,9 +205,9 @@ def check(file: Path, wish: Wish) -> Outcome:
         found = warnings_of([file], settings(wish.knobs, wish.mesh))
         return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in found))
 
-    outcome = _asked(Outcome(file, CHECK), ask)
-    # most mistakes show only with the model: that a check holds says nothing yet
-    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+    outcome = _answer(Outcome(file, CHECK), ask)
+    # most mistakes show only with the model: a check that holds is no answer yet
+    return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
 
 
 def lock(file: Path, wish: Wish) -> Outcome:
@@ -223,7 +220,7 @@ def lock(file: Path, wish: Wish) -> Outcome:
         code = FAILS if compared.changes else HOLDS
         return replace(outcome, code=code, text=str(compared))
 
-    return _asked(Outcome(file, LOCK), ask)
+    return _answer(Outcome(file, LOCK), ask)
 
 
 def static(file: Path, wish: Wish) -> Outcome:
@@ -236,18 +233,20 @@ def static(file: Path, wish: Wish) -> Outcome:
         found = planned(file, wish.model, wish.knobs, wish.mesh)
         batch = found.model.batch(wish.seed)
         proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
-        said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        lines = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
         if proven.problems:
-            return _refused(outcome, proven.problems, Refusal(*proven.problems).render(PLAIN))
+            return _refused_outcome(
+                outcome, proven.problems, Refusal(*proven.problems).render(PLAIN)
+            )
         code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
-        return replace(outcome, code=code, text="\n".join(said))
+        return replace(outcome, code=code, text="\n".join(lines))
 
-    outcome = _asked(Outcome(file, STATIC), ask)
-    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+    outcome = _answer(Outcome(file, STATIC), ask)
+    return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
 
 
 def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
-    """Prove that the schedule computes what its model computes, or is refused as it is meant to."""
+    """Prove that the schedule computes what its model computes, or is refused as required."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.runtime.launch.job import limited
@@ -255,15 +254,15 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
         try:
             with limited(wish.timeout):
-                return _verified(outcome, wish, ranks)
+                return _run_verify(outcome, wish, ranks)
         except (RankDied, Hang) as failure:
             return replace(outcome, code=UNCHECKED, text=str(failure))
 
-    outcome = _asked(Outcome(file, VERIFY), ask)
-    return _as_meant(outcome, wish.refused) if wish.refused else outcome
+    outcome = _answer(Outcome(file, VERIFY), ask)
+    return _check_refusal(outcome, wish.refused) if wish.refused else outcome
 
 
-def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
+def _run_verify(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
     from schedlang.passes.prove import prove
     from schedlang.passes.reduce_model.shrink import remarked
     from schedlang.verbs.inputs import posed, settings
@@ -280,7 +279,7 @@ def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
         return replace(outcome, skipped=few)
     made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
     report = remarked(made, one.small)
-    place, line = _blamed(report)
+    place, line = _first_blamed(report)
     reduced = (("reduced", one.small.said),) if one.small is not None else ()
     return replace(
         outcome,
@@ -289,20 +288,22 @@ def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
         report=report,
         line=line,
         place=place,
-        facts=(*_facts(report, wish, str(mesh)), *reduced),
+        facts=(*_report_facts(report, wish, str(mesh)), *reduced),
     )
 
 
-def _blamed(report: Report) -> tuple[str, int]:
-    """File and line of the first row to blame."""
+def _first_blamed(report: Report) -> tuple[str, int]:
+    """Return file and line of the first row to blame."""
     match = _PLACE.match(report.blamed[0]) if report.blamed else None
     return (match[1], int(match[2])) if match else ("", 0)
 
 
-def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
-    """Return the facts of a report that a machine may want."""
-    place, line = _blamed(report)
-    worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
+def _report_facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
+    """Return the facts of a report for the JSON output."""
+    place, line = _first_blamed(report)
+    worst = max(
+        (row.error for row in report.rows if row.gate < 1), key=_error_size, default=math.nan
+    )
     return [
         ("max_rel_err", f"{worst:.3e}"),
         ("first_divergence", report.first.place if report.first is not None else ""),
@@ -313,12 +314,12 @@ def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
     ]
 
 
-def _size(error: float) -> float:
+def _error_size(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _as_meant(outcome: Outcome, code: str) -> Outcome:
-    """A schedule that is meant to be refused holds if it is, with this code; else it fails."""
+def _check_refusal(outcome: Outcome, code: str) -> Outcome:
+    """Return the outcome of a schedule that must be refused with `code`: if not, it fails."""
     if outcome.skipped or outcome.code == UNCHECKED:
         return outcome
     if outcome.code == REFUSED:
@@ -328,19 +329,19 @@ def _as_meant(outcome: Outcome, code: str) -> Outcome:
     return replace(outcome, code=FAILS, text=f"meant to be refused with {code}, and it is not")
 
 
-def _asked(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
-    """The answer; what is wrong with the schedule, and errors of our own, are answers too."""
+def _answer(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
+    """Run one examination; a refusal, or an error of schedlang, is an outcome, too."""
     start = time.perf_counter()
     try:
         found = ask(outcome)
     except Refusal as refusal:
-        found = _refused(outcome, refusal.diagnostics, refusal.render(PLAIN))
+        found = _refused_outcome(outcome, refusal.diagnostics, refusal.render(PLAIN))
     except Exception:
         found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def _refused(outcome: Outcome, said: Sequence[Diagnostic], text: str) -> Outcome:
+def _refused_outcome(outcome: Outcome, said: Sequence[Diagnostic], text: str) -> Outcome:
     span: Any = said[0].primary.span
     place, line = (span.source.name, span.line) if span else ("", 0)
     return replace(outcome, code=REFUSED, text=text, place=place, line=line)

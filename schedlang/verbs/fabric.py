@@ -1,4 +1,4 @@
-"""fabric: links and routes between hosts that suit what a plan sends."""
+"""fabric: links and routes between hosts that fit the communication of a plan (TopoOpt)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def fabric(
 
     found = planned(file, common.model, common.knob, common.mesh, rows)
     world = found.plan.mesh.world
-    known, told = cluster_of(found.tree) if on is None else cluster_named(on)
+    known, counted = cluster_of(found.tree) if on is None else cluster_named(on)
     if known is None and on is None:
         bad_option("the cluster is missing", "give it: `--on a100`, `--on cluster.toml`")
-    cluster, _ = ranks_of(known or str(on), world if known is not None else told)
+    cluster, _ = ranks_of(known or str(on), world if known is not None else counted)
     hosts = cluster.node_of(world - 1) + 1
     if hosts < 3:
         title = f"{world} ranks of {cluster.name} are {hosts} hosts: there is nothing to choose"
@@ -67,9 +67,9 @@ def fabric(
     if ports >= hosts:
         bad_option(f"a host has {hosts - 1} others, not {ports}", f"`--links {hosts - 1}`")
     traffic = traffic_of(found.plan, sent, cluster.node_of)
-    link = _out(cluster, world) / ports
+    link = _uplink_rate(cluster, world) / ports
     chosen, took = wired(hosts, ports, traffic, link)
-    made = Wiring(hosts, chosen, took, link, _switched(hosts, traffic, link * ports), traffic)
+    made = Wiring(hosts, chosen, took, link, _switch_seconds(hosts, traffic, link * ports), traffic)
     if as_json:
         show_json(made.to_json())
     else:
@@ -78,8 +78,12 @@ def fabric(
 
 @dataclass(frozen=True)
 class Wiring:
-    """Hosts, strides of their links, seconds of the fullest link of `link` bytes a second, and of
-    the fullest host behind a switch."""
+    """A direct wiring of hosts, and its times.
+
+    strides  of the links, from each host
+    seconds  of the fullest link, of `link` bytes per second
+    switch   seconds of the fullest host behind a switch
+    """
 
     hosts: int
     strides: Strides
@@ -89,7 +93,7 @@ class Wiring:
     traffic: Traffic
 
     def lines(self, name: str, cluster: str) -> Iterator[str]:
-        """The wiring in words."""
+        """Yield the wiring in words."""
         from schedlang.diagnostics.tables import seconds, size
         from schedlang.passes.planner.fabric import ringed, routes
 
@@ -111,7 +115,7 @@ class Wiring:
         yield f"a step    {times}; behind a switch that never blocks {seconds(self.switch)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; bytes and seconds."""
+        """Return plain values, in bytes and seconds."""
         from schedlang.passes.planner.fabric import ringed, routes
 
         ways = routes(self.hosts, self.strides)
@@ -138,12 +142,12 @@ class Wiring:
 
 
 def _ports(cluster: Cluster, world: int) -> int:
-    """Ranks of the host that has fewest: each has a way out."""
+    """Return the number of ranks of the smallest host: each rank has an uplink."""
     return min(Counter(map(cluster.node_of, range(world))).values())
 
 
-def _out(cluster: Cluster, world: int) -> float:
-    """Bytes a second that the slowest host sends to others."""
+def _uplink_rate(cluster: Cluster, world: int) -> float:
+    """Return the bytes per second that the slowest host sends to others."""
     ways: defaultdict[int, float] = defaultdict(float)
     for rank in range(world):
         one = cluster.of(rank)
@@ -151,8 +155,8 @@ def _out(cluster: Cluster, world: int) -> float:
     return min(ways.values())
 
 
-def _switched(hosts: int, traffic: Traffic, out: float) -> float:
-    """Seconds in which the fullest host sends or receives all that it must."""
+def _switch_seconds(hosts: int, traffic: Traffic, out: float) -> float:
+    """Return the seconds in which the fullest host sends or receives everything."""
     sends, receives = [0.0] * hosts, [0.0] * hosts
     for group, size in traffic.rings.items():
         for host in group:

@@ -35,14 +35,14 @@ def fmt(
     from schedlang.verbs.inputs import write_text
 
     made: dict[Path, tuple[str, str]] = {}
-    told: dict[Path, list[str]] = {}  # what was upgraded
+    notes: dict[Path, list[str]] = {}  # the changes of an upgrade
     problems: list[Diagnostic] = []
     for file in files:
         try:
             source = read(file)
             newer = upgraded(source) if upgrade else Upgraded(source)
             made[file] = (source.text, printer.fmt(newer.source))
-            told[file] = [change.says for change in newer.changes]
+            notes[file] = [change.says for change in newer.changes]
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:
@@ -52,16 +52,16 @@ def fmt(
         write_text(file, made[file][1])
     code = FAILS if check and changed else 0
     if as_json:
-        upgrades = {str(file): said for file, said in told.items() if said}
+        upgrades = {str(file): note for file, note in notes.items() if note}
         show_json({"exit": code, "changed": [str(f) for f in changed], "upgraded": upgrades})
     else:
         for file in changed:
             print(f"{'would format' if check else 'formatted'} {file}")
-            for said in told[file]:
-                print(f"  {said}")
+            for note in notes[file]:
+                print(f"  {note}")
     raise typer.Exit(code)
 
 
 def _differs(file: Path, before: str, after: str) -> bool:
-    """Return whether the bytes would change: also line ends and a byte order mark count."""
+    """Return whether the bytes would change; line ends and a byte order mark count, too."""
     return before != after or bytes_of(file) != after.encode()

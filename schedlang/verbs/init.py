@@ -51,11 +51,11 @@ def init(
     sizes = settings((), mesh).mesh
     check_mesh(sizes)
     start = time.perf_counter()
-    found = _file(model)
-    import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
+    found = _load_file(model)
+    import torch  # noqa: F401  (a model file may defer it; it counts as an import)
 
     imports = time.perf_counter() - start
-    module = _model(found, sizes)
+    module = _make_model(found, sizes)
     adapters = None if adapt is None else Adapters(adapt, rank)
     made = propose(module, found.batch(0), sizes, found.loss, found.weight, adapters)
     spent = time.perf_counter() - start - imports
@@ -66,8 +66,8 @@ def init(
         print(f"written in {spent:.1f} s, imports {imports:.1f} s", file=sys.stderr)
 
 
-def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
-    """The model on the meta device; one whose sequences are to be split as it can be tried."""
+def _make_model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
+    """Return the model on the meta device; with values if its sequences may be split."""
     from schedlang.passes.autoshard.propose import ROLES
     from schedlang.verbs.inputs import to_try
 
@@ -76,8 +76,8 @@ def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
     return to_try(found, module) if split else module
 
 
-def _file(named: str) -> ModelFile:
-    """The model file of a path, of a folder that holds a `model.py`, or of a dotted name."""
+def _load_file(named: str) -> ModelFile:
+    """Load the model file of a path, of a folder with a `model.py`, or of a dotted name."""
     from schedlang.ir.modelfile import load_model_file
 
     if Path(named).is_dir():

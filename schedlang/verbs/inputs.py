@@ -1,10 +1,5 @@
-"""Inputs of verbs: schedules and their settings, saved plans, models, and what to prove.
-
-* --knob and --mesh of a command line to settings of a schedule.
-* A saved plan (a file of `plan --out`) in place of a schedule.
-* What the verbs of a plan share: a schedule's plan from its files, its account, whole writes.
-* What is to be proven of a schedule file: its plan with values, or a reduced one, and batches.
-"""
+"""Inputs of verbs: settings, schedules with their plans, saved plans, proof cases; and output
+files."""
 
 from __future__ import annotations
 
@@ -35,21 +30,23 @@ if TYPE_CHECKING:
 
 
 def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
-    """Settings as given, in torchrun's world where there is one (S109)."""
+    """Parse `--knob` and `--mesh`, with the world of torchrun if there is one; refuses S109."""
     from schedlang.passes.elaborate.state import Settings
 
     sizes = {}
-    for name, text in (_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()):
+    for name, text in (
+        _parse_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()
+    ):
         if not text.isdigit() or int(text) < 1:
             title = f"cannot read `--mesh {name}={text}`"
             bad_option(title, "the size of an axis must be an integer above 0")
         sizes[name] = int(text)
     world = os.environ.get("WORLD_SIZE", "")
-    given = dict(_pair("--knob", part) for part in knobs or ())
+    given = dict(_parse_pair("--knob", part) for part in knobs or ())
     return Settings(given, sizes, int(world) if world.isdigit() else None)
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _parse_pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not name or not equals or not value:
         bad_option(f"cannot read `{option} {text}`", "write name=value")
@@ -57,18 +54,19 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def is_saved(file: Path) -> bool:
-    """Return whether a file begins as JSON does, and no schedule."""
+    """Return whether a file begins as JSON does: a saved plan, not a schedule."""
     try:
         with regular(file) as opened:
             return opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
-    except OSError:  # whoever reads it as a schedule says why it cannot be read
+    except OSError:  # reading it as a schedule reports why it cannot be read
         return False
 
 
 def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
     """Read a saved plan and its model file: that of `--model`, or the one beside the plan.
 
-    The file that the plan names is told, never run: whoever sends a plan would choose what runs.
+    The model file that the plan names is printed but never run: otherwise the author of a plan
+    could choose what runs.
     """
     import shlex
 
@@ -87,7 +85,7 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
 
 
 def saved(file: Path, model: str | None) -> Planned:
-    """The plan in a file on its model, on the meta device; refuses (S907) what holds none."""
+    """Return a saved plan for its model on the meta device; refuses S907 a file without a plan."""
     from schedlang.diagnostics.source import Source
     from schedlang.ir.model import ModelFacts
     from schedlang.language.syntax import parse
@@ -101,7 +99,7 @@ def saved(file: Path, model: str | None) -> Planned:
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule file, its plan for the model on the meta device, the model file, warnings."""
+    """A schedule file, its plan for the model on the meta device, the model file, and warnings."""
 
     file: Path
     tree: File
@@ -109,11 +107,11 @@ class Planned:
     model: ModelFile
     imports: float = 0.0  # seconds spent on importing the model file
     warnings: tuple[Diagnostic, ...] = ()
-    rows: int | None = None  # of a step, where these are not the rows of the model file's batch
+    rows: int | None = None  # of a step; None: those of the model file's batch
 
     def batch(self) -> dict[str, Any] | None:
         """Return the batch of a step; None where the model file has none."""
-        return _batch(self.model, self.rows)
+        return _batch_of_rows(self.model, self.rows)
 
 
 def planned(
@@ -123,9 +121,9 @@ def planned(
     mesh: str | None,
     rows: int | None = None,
 ) -> Planned:
-    """Read a schedule and its model file, and plan; refuses whatever is wrong in either.
+    """Read a schedule and its model file, and plan; refuses mistakes in either.
 
-    With `rows` a step has so many rows, each as the first one of the model file's batch.
+    With `rows` a step has this number of rows, each as the first of the model file's batch.
     """
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
@@ -135,7 +133,7 @@ def planned(
     tree = parse(read(file))
     start = time.perf_counter()
     found = load_model_file(model, file)
-    import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
+    import torch  # noqa: F401  (a model file may defer it; it counts as an import)
 
     imports = time.perf_counter() - start
     module = found.model(meta=True)
@@ -148,24 +146,24 @@ def planned(
     if made.completing:
         from schedlang.passes.complete.complete import completed
 
-        made = completed(made, _batch(found, rows), found.loss)
+        made = completed(made, _batch_of_rows(found, rows), found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
 
 
-TRIED = 1 << 24  # parameters: a model of so many is made with its values in a moment
+TRIED = 1 << 24  # parameters: a model up to this size is made with values quickly
 
 
 def to_try(found: ModelFile, module: nn.Module) -> nn.Module:
-    """Return the model with its values where it is small, else as it is, on the meta device.
+    """Return the model with values if it is small, else as it is, on the meta device.
 
-    Whether a model can run on some of its tokens only values tell: it is tried, as before it
-    trains.
+    Whether a model can run on a part of its tokens shows only with values: a trial runs, as before
+    training.
     """
     small = sum(parameter.numel() for parameter in module.parameters()) <= TRIED
     return found.model() if small else module
 
 
-def _batch(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
+def _batch_of_rows(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
     from schedlang.passes.simulate.played_step import of_rows
 
     batch = model.batch(0) if model.has_batch else None
@@ -173,7 +171,7 @@ def _batch(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:
-    """Account the costs of the plan, with a batch where there is one."""
+    """Account the costs of the plan, with a batch if there is one."""
     from schedlang.passes.simulate.account import account
 
     loss, weight = one.model.loss, one.model.weight
@@ -189,7 +187,8 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
 
 def check_folders(**written: Path | None) -> None:
-    """Refuse (S109), before any work, options that would write where there is no folder."""
+    """Refuse (S109), before any work, output options whose folder does not exist or is not
+    writable."""
     for option, path in written.items():
         if path is None:
             continue
@@ -204,16 +203,16 @@ def check_folders(**written: Path | None) -> None:
 
 
 def write_asked(path: Path, text: str) -> None:
-    """Write a file that an option named, and say so."""
+    """Write a file that an option named, and print its path."""
     write_text(path, text)
     print(f"wrote {path}", file=sys.stderr)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; packed if its name ends in .gz.
+    """Write a file atomically; compressed if its name ends in .gz.
 
-    A link keeps pointing at its file, and a file that is there keeps its mode.  Raises Refusal S109
-    where it cannot be written: a full disk, a folder that nobody may write into.
+    A link keeps pointing to its file, and an existing file keeps its mode. Raises Refusal S109 if
+    the file cannot be written: a full disk, a read-only folder.
     """
     target, data = Path(os.path.realpath(path)), text.encode()
     if path.suffix == ".gz":
@@ -221,13 +220,13 @@ def write_text(path: Path, text: str) -> None:
 
         data = gzip.compress(data, 6, mtime=0)
     try:
-        _write(target, data)
+        _write_atomically(target, data)
     except OSError as error:
         title = f"cannot write `{path}`: {error.strerror or error}"
         bad_option(title, "make room, or give a file in another folder")
 
 
-def _write(target: Path, data: bytes) -> None:
+def _write_atomically(target: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:
@@ -241,7 +240,8 @@ def _write(target: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Posed:
-    """A case, what was reduced for it (None if nothing was), and the command that poses it."""
+    """A case to prove, the reduced model (None: not reduced), and the command that repeats the
+    proof."""
 
     case: Case
     small: Shrunk | None
@@ -261,7 +261,7 @@ def posed(
 ) -> Posed:
     """Read a schedule and make its model; the options are those of `schedlang verify`.
 
-    `shrink` None reduces a model on the meta device only.  Raises Refusal for what cannot be run.
+    `shrink` None reduces only a model on the meta device. Raises Refusal for what cannot be run.
     """
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.rows import only_lines, repeated
@@ -273,36 +273,38 @@ def posed(
     tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
     small = None
     if shrink or (shrink is None and lies_on_meta(module)):
-        small = shrunk(tree, given, found, module, _batches(found, seed, STEPS), seed)
+        small = shrunk(tree, given, found, module, _make_batches(found, seed, STEPS), seed)
         if (steps := steps_of(small.plan)) > STEPS:
-            small = shrunk(tree, given, found, module, _batches(found, seed, steps), seed)
+            small = shrunk(tree, given, found, module, _make_batches(found, seed, steps), seed)
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()
-        batches = _batches(found, seed, steps_of(plan))
-    meant = None
-    if only is not None:  # what a part of the rows costs, nobody has said anything about
+        batches = _make_batches(found, seed, steps_of(plan))
+    subject = None
+    if only is not None:  # expectations are about all rows, not about a part
         plan = replace(only_lines(plan, only), expected=())
     elif plan.expected:
-        meant = _meant(tree, found, given, small.whole if small is not None else plan, seed)
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=meant)
+        subject = _expectation_subject(
+            tree, found, given, small.whole if small is not None else plan, seed
+        )
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=subject)
     command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     return Posed(case, small, command)
 
 
-def _meant(
+def _expectation_subject(
     tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
 ) -> tuple[Plan, Any]:
-    """Return the plan and batch that expectations are about: the whole model on the file's own
+    """Return the plan and the batch that expectations are about: the full model on the file's own
     mesh."""
     from schedlang.schedule import Schedule
 
     if given.mesh:
-        # its own mesh may ask for ranks that only a job has: then that of the command
+        # the file's mesh may need ranks that only a job has: then use the command's
         with suppress(Refusal):
             whole = Schedule(whole.model.model, tree, replace(given, mesh={})).plan()
     return whole, found.batch(seed)
 
 
-def _batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
+def _make_batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
     return tuple(found.batch(seed + step) for step in range(steps))

@@ -1,4 +1,5 @@
-"""tune --layouts: how every operator of a model is split over a mesh, as rows that are proven."""
+"""tune --layouts: choose how every operator of a model is sharded over a mesh, and write the
+rows."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.operators.rows import Chosen
     from schedlang.passes.simulate.machine import Cluster
 
-UNITY = "unity"  # the planner whose substitutions are chosen beside the layouts
-FLEXFLOW = "flexflow"  # the planner whose walk chooses layouts in place of the solver
-TRIES = 4  # searches, each with the memory that the last one's step has shown to be there
+UNITY = "unity"  # the planner that also chooses substitutions
+FLEXFLOW = "flexflow"  # the planner that searches by a walk in place of the solver
+TRIES = 4  # searches, each with the memory limit that the last one's simulated step implies
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A schedule whose rows stay, and its plan."""
+    """A schedule whose rows are fixed, and its plan."""
 
     source: Source
     plan: Plan
@@ -43,7 +44,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Question:
-    """A job, and what is asked about it: rows that stand, a dtype, and whose planner."""
+    """A job and the terms of its search: fixed rows, dtype, planner."""
 
     job: Job
     trial: Trial
@@ -56,7 +57,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Laid:
-    """Layouts over a mesh, the schedule that says them, and a step of just this schedule."""
+    """Layouts over a mesh, the schedule with their rows, and the simulated step of that
+    schedule."""
 
     mesh: Mapping[str, int]
     found: tuple[Chosen, ...]
@@ -73,9 +75,9 @@ def layouts(
     asked: Search,
     as_json: bool,
 ) -> None:
-    """Find, write and tell layouts; exit 1 where nothing fits.
+    """Search layouts, write and print them; exit 1 where nothing fits.
 
-    `name` is that of the model's file.
+    `name` is the name of the model's file.
     """
     from schedlang.diagnostics.tables import columns, fitted
     from schedlang.ir.model import ModelFacts
@@ -94,21 +96,21 @@ def layouts(
     trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
     given = given_of(begun.plan, trial.all) if begun else Given()
     meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
-    dtype = _dtype(facts, asked.dtype, begun)
-    said: list[str] = []
+    dtype = _computing_dtype(facts, asked.dtype, begun)
+    reasons: list[str] = []
     graph = graph_of(trial, dtype)
     question = Question(job, trial, given, begun, graph, dtype, asked.planner)
-    # the played step chooses between rows and tensors: operators alone tell it too nearly
+    # the simulated step chooses between rows and tensors: the sum of operators is too inexact
     kinds = (None,) if begun else (False, True)
-    made = [_laid(question, mesh, kind, said) for mesh in meshes for kind in kinds]
-    best = min((one for one in made if one), key=_seconds, default=None)
-    other = _proposed(job, meshes, dtype) if begun is None else None
+    made = [_best_for_mesh(question, mesh, kind, reasons) for mesh in meshes for kind in kinds]
+    best = min((one for one in made if one), key=_step_seconds, default=None)
+    other = _best_proposal(job, meshes, dtype) if begun is None else None
     if best is not None and out is not None:
         write_asked(out, best.file.text)
     if as_json:
         show_json(_plain(job, best, other))
     else:
-        print(fitted("\n".join(_told(name, job, best, other, said)), columns()))
+        print(fitted("\n".join(_report_lines(name, job, best, other, reasons)), columns()))
         if best is not None and out is None:
             print(f"\n{best.file.text}", end="")
         elif best is not None:
@@ -119,15 +121,16 @@ def layouts(
 
 
 def _meshes(ranks: int) -> Iterator[dict[str, int]]:
-    """All ranks as one axis, and as two."""
+    """Yield all ranks as one axis, and as two."""
     yield {"inner": ranks}
     yield from (
         {"outer": ranks // few, "inner": few} for few in range(2, ranks) if ranks % few == 0
     )
 
 
-def _dtype(facts: ModelFacts, asked: str, begun: Begun | None) -> str:
-    """The dtype that a model computes in; "" as it is stored, as in 16 bits it is already."""
+def _computing_dtype(facts: ModelFacts, asked: str, begun: Begun | None) -> str:
+    """Return the dtype that a model computes in; "": as stored, also for a model stored in 16
+    bits."""
     from schedlang.primitives.cast import HALVES, cast
 
     if begun is not None:
@@ -140,12 +143,13 @@ def _dtype(facts: ModelFacts, asked: str, begun: Begun | None) -> str:
     return "" if stored or asked == "none" else asked
 
 
-def _laid(
+def _best_for_mesh(
     asked: Question, mesh: Mapping[str, int], rows: bool | None, said: list[str]
 ) -> Laid | None:
-    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly.
+    """Return the best layouts over a mesh whose simulated step fits into memory.
 
-    An axis splits rows, or none does; None: whatever is quicker.
+    The bytes of operators estimate the step's only roughly. `rows`: whether an axis splits rows;
+    None: whichever is faster.
     """
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
@@ -186,14 +190,13 @@ def _laid(
     return None
 
 
-def _seconds(one: Laid) -> float:
+def _step_seconds(one: Laid) -> float:
     assert one.tried.time is not None
     return one.tried.time.seconds
 
 
-def _proposed(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | None:
-    """The quickest that `init` proposes for as many ranks, computed in the same dtype; None where
-    it has none that fits."""
+def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | None:
+    """Return the fastest proposal of `init` for the same ranks and dtype; None where none fits."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.autoshard.propose import propose
     from schedlang.passes.autoshard.tune import priced, ranked
@@ -213,15 +216,15 @@ def _proposed(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | Non
                 plan = expand(file, job.facts).plan
                 assert plan is not None
                 found.append(replace(priced(job, plan, {}), given=one))
-            except Refusal:  # `init` tells why there is none; here it is no answer
+            except Refusal:  # `init` reports the reason; here there is no result
                 continue
     return next(iter(ranked(found, job.cluster.memory)), None)
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
-def _told(
+def _report_lines(
     name: str, job: Job, best: Laid | None, other: Tried | None, said: list[str]
 ) -> Iterator[str]:
     from schedlang.diagnostics.tables import seconds, size
@@ -232,9 +235,9 @@ def _told(
         yield from (f"refused   {why}" for why in dict.fromkeys(said))
         return
     yield "layouts   " + ", ".join(
-        f"{one.axis} = {best.mesh[one.axis]} {_how(one)}" for one in best.found
+        f"{one.axis} = {best.mesh[one.axis]} {_describe_mode(one)}" for one in best.found
     )
-    took, solved = _seconds(best), best.found[0].seconds
+    took, solved = _step_seconds(best), best.found[0].seconds
     peak = f"{size(best.tried.peak)} on the fullest rank"
     yield f"          {seconds(took)} a step as played, {seconds(solved)} by its operators; {peak}"
     yield from (f"          {row}" for row in best.found[0].above)
@@ -250,18 +253,18 @@ def _told(
 SAME = 0.005
 
 
-def _how(one: Chosen) -> str:
-    asked = one.placed.asked
-    return f"splits rows (zero {asked.zero})" if asked.mode == "rows" else "splits tensors"
+def _describe_mode(one: Chosen) -> str:
+    options = one.placed.asked
+    return f"splits rows (zero {options.zero})" if options.mode == "rows" else "splits tensors"
 
 
 def _plain(job: Job, best: Laid | None, other: Tried | None) -> dict[str, object]:
-    """Plain values; seconds and bytes."""
+    """Return plain values, in seconds and bytes."""
     return {
         "ranks": job.ranks,
         "mesh": None if best is None else dict(best.mesh),
         "solved": None if best is None else best.found[0].seconds,
-        "seconds": None if best is None else _seconds(best),
+        "seconds": None if best is None else _step_seconds(best),
         "peak": None if best is None else best.tried.peak,
         "init": None if other is None or other.time is None else other.time.seconds,
         "schedule": None if best is None else best.file.text,

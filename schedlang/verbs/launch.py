@@ -1,4 +1,4 @@
-"""launch: the script by which a cluster's engine starts a schedule's ranks."""
+"""launch: print the script by which an engine (torchrun, Slurm, Kubernetes, Ray) starts a job."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from schedlang.verbs.options import AsJson, Common, verb
 if TYPE_CHECKING:
     from schedlang.ir.mesh import Mesh
 
-NODE = 8  # ranks of a node, where neither an option nor the mesh's `on` says it
+NODE = 8  # ranks of a node, without an option and without the mesh's `on`
 PORT = 29500  # torchrun's own default
-_RESTARTS = (3, 100)  # of a job, and of one that is elastic
-# of an elastic job: who keeps the store of all rounds is none of its nodes; seconds until one that
-# says nothing is given up, and in which others may still come
+_RESTARTS = (3, 100)  # of a job, and of an elastic job
+# of an elastic job: the store of all rounds is on none of its nodes; seconds until a silent node is
+# given up, and in which further nodes may join
 ELASTIC = "is_host=0,keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=10"
 STORE = (
     "import time; from torch.distributed import TCPStore; "
     's = TCPStore("0.0.0.0", {port}, is_master=True, wait_for_workers=False); time.sleep(1e9)'
 )
-HEAD, SLURM_ID = f"$HEAD:{PORT}", "$SLURM_JOB_ID"  # words that a shell is to fill in
+HEAD, SLURM_ID = f"$HEAD:{PORT}", "$SLURM_JOB_ID"  # variables of the shell
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine that the script is for; torchrun alone where none is named."""
+    """The engine that the script is for; torchrun if none is named."""
 
     torchrun: Annotated[
         bool, typer.Option("--torchrun", help="The command to type on each node (default).")
@@ -49,7 +49,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job, and what the engine gives it."""
+    """The nodes of the job, and the engine's options for it."""
 
     nodes: Annotated[
         int | None, typer.Option(metavar="N", help="Number of nodes; default: as the mesh needs.")
@@ -110,21 +110,21 @@ class Job:
     image: str | None
     cpu: bool
     record: str | None
-    elastic: int | None  # the least nodes with which it goes on
-    lies: Mapping[str, str]  # axis -> where its groups lie
+    elastic: int | None  # the minimal number of nodes
+    lies: Mapping[str, str]  # axis -> the nodes that its groups span
 
     @property
     def notes(self) -> list[str]:
-        """Lines about the axes, for a comment."""
+        """Comment lines about the axes."""
         ranks = f"{self.nodes * self.per_node} ranks, {self.per_node} a node"
         return [f"{self.name}: {ranks}", *(f"{axis}  {where}" for axis, where in self.lies.items())]
 
     @property
     def fresh(self) -> dict[str, str]:
-        """The variable with which ranks that are started again meet in a store of their own.
+        """The variable that gives restarted ranks a store of their own.
 
-        In the store that torchrun 2.13 keeps they find the addresses of those before, and a restart
-        is spent on that; nodes count restarts by themselves, so no name keeps rounds apart.
+        In the store that torchrun 2.13 keeps, they would find the addresses of the ranks before and
+        lose a restart; nodes count restarts separately, so that no name distinguishes the rounds.
         """
         from schedlang.diagnostics.told_once import FRESH
 
@@ -132,7 +132,7 @@ class Job:
         return {FRESH: "1"} if again else {}
 
     def torchrun(self, *where: str) -> tuple[str, ...]:
-        """The command of a node; `where` are the words about the rendezvous."""
+        """Return the command of a node; `where` are the options of the rendezvous."""
         nodes = f"{self.nodes}" if self.elastic is None else f"{self.elastic}:{self.nodes}"
         counts = ("--nnodes", nodes, "--nproc-per-node", str(self.per_node))
         return (
@@ -179,14 +179,14 @@ def launch(
         print(script, end="")
 
 
-# -- what is started -------------------------------------------------------------------------------
+# -- the job ---------------------------------------------------------------------------------------
 
 
 def job_of(file: Path, asked: Nodes, common: Common) -> Job:
-    """The job of a schedule, which is planned for its ranks; refuses what does not fill nodes."""
+    """Plan a schedule for the ranks of its job; refuses a mesh that does not fill the nodes."""
     for option in ("nodes", "per_node"):
         check_positive(option.replace("_", "-"), getattr(asked, option))
-    mesh, node = _mesh(file, asked, common)
+    mesh, node = _plan_mesh(file, asked, common)
     per_node = node if asked.per_node else min(node, mesh.world)
     if mesh.world % per_node:
         bad_option(
@@ -201,14 +201,18 @@ def job_of(file: Path, asked: Nodes, common: Common) -> Job:
         )
     if asked.elastic is not None:
         _check_elastic(asked.elastic, mesh.world // per_node, asked)
-    lies = {f"{axis}={size}": _lies(mesh, axis, per_node) for axis, size in mesh.axes if size > 1}
+    lies = {
+        f"{axis}={size}": _describe_span(mesh, axis, per_node)
+        for axis, size in mesh.axes
+        if size > 1
+    }
     return Job(
-        _name(asked.name or file.stem),
-        _command(file, asked, common),
+        _job_name(asked.name or file.stem),
+        _rank_command(file, asked, common),
         mesh.world // per_node,
         per_node,
         asked.restarts if asked.restarts is not None else _RESTARTS[asked.elastic is not None],
-        None if asked.time is None else _seconds(asked.time),
+        None if asked.time is None else _parse_time(asked.time),
         asked.image,
         asked.cpu,
         asked.record,
@@ -218,7 +222,7 @@ def job_of(file: Path, asked: Nodes, common: Common) -> Job:
 
 
 def _check_elastic(least: int, nodes: int, asked: Nodes) -> None:
-    """Refuse what cannot go on with fewer nodes."""
+    """Refuse a job that cannot continue with fewer nodes."""
     if least > nodes:
         title = f"a job of {nodes} nodes cannot go on while {least} are left"
         bad_option(title, f"give as many or fewer: `--elastic {nodes}`")
@@ -229,8 +233,8 @@ def _check_elastic(least: int, nodes: int, asked: Nodes) -> None:
         )
 
 
-def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
-    """The mesh of the planned schedule, and how many ranks a node of its cluster has."""
+def _plan_mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
+    """Return the mesh of the planned schedule, and the number of ranks of a node."""
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.passes.simulate.machine import cluster_of
@@ -250,15 +254,15 @@ def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     return Schedule(module, tree, given).plan().mesh, node
 
 
-def _lies(mesh: Mesh, axis: str, per_node: int) -> str:
-    """Say whether the groups of an axis lie within nodes, or across how many."""
+def _describe_span(mesh: Mesh, axis: str, per_node: int) -> str:
+    """Say whether the groups of an axis are within nodes, or across how many."""
     spans = [{rank // per_node for rank in group} for group in mesh.groups(axis)]
     if all(len(span) == 1 for span in spans):
         return "within a node"
     return f"across {max(map(len, spans))} nodes"
 
 
-def _command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
+def _rank_command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
     if asked.script is not None:
         try:
             words = tuple(shlex.split(asked.script))
@@ -273,13 +277,14 @@ def _command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
     return ("-m", "schedlang", "run", str(file), *options)
 
 
-def _name(text: str) -> str:
-    """A name that every engine takes: small letters, digits and `-`, a letter first."""
+def _job_name(text: str) -> str:
+    """Return a name that every engine accepts: lower-case letters, digits and `-`, a letter
+    first."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
     return found if found[:1].isalpha() else f"job-{found}".strip("-")
 
 
-def _seconds(text: str) -> int:
+def _parse_time(text: str) -> int:
     found = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
     if found is None:
         bad_option(
@@ -293,7 +298,7 @@ def _seconds(text: str) -> int:
 
 
 def _torchrun(job: Job) -> str:
-    """A command for each node; the first one's name stands where `HEAD` is."""
+    """Return a command for each node; `HEAD` stands for the first node's name."""
     where: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
     from schedlang.runtime.launch.job import RECORD
@@ -305,14 +310,14 @@ def _torchrun(job: Job) -> str:
         store = shlex.join(("python", "-c", STORE.format(port=PORT)))
         lines = [*job.notes, "on HEAD, a machine that stays:", store, "on each node, HEAD or not:"]
     set_ = ("env", *(f"{name}={value}" for name, value in known.items())) if known else ()
-    return _shell(lines) + _words((*set_, *job.torchrun(*where))) + "\n"
+    return _comment_lines(lines) + _quote_words((*set_, *job.torchrun(*where))) + "\n"
 
 
 def _slurm(job: Job) -> str:
-    """A batch script: one task a node, which is that node's torchrun."""
+    """Return a batch script: one task per node, which is that node's torchrun."""
     options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1", "exclusive"]
     options += [] if job.cpu else [f"gpus-per-node={job.per_node}"]
-    options += [] if job.seconds is None else [f"time={_clock(job.seconds)}"]
+    options += [] if job.seconds is None else [f"time={_format_time(job.seconds)}"]
     options += [f"output={job.name}-%j.log", "open-mode=append"]
     options += ["requeue"] if job.restarts else ["no-requeue"]
     where = ("--rdzv-id", SLURM_ID, "--rdzv-endpoint", HEAD)
@@ -326,14 +331,15 @@ def _slurm(job: Job) -> str:
             'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             *(f"export {name}={shlex.quote(value)}" for name, value in _environment(job).items()),
             # one node that fails ends the step on all, and the job with its exit code
-            f"srun --kill-on-bad-exit=1 {_words(job.torchrun(*where))}",
+            f"srun --kill-on-bad-exit=1 {_quote_words(job.torchrun(*where))}",
             "",
         ]
     )
 
 
 def _k8s(job: Job) -> str:
-    """A headless Service, by which pods find the first, and a Job with a pod for each node."""
+    """Return a headless Service, by which pods find the first one, and a Job with a pod per
+    node."""
     head = f"{job.name}-0.{job.name}:{PORT}"
     container: dict[str, object] = {
         "name": "ranks",
@@ -366,7 +372,9 @@ def _k8s(job: Job) -> str:
         _document("batch/v1", "Job", job.name, spec),
     ]
     # JSON is YAML, and needs no writer of it
-    return _shell(job.notes) + "---\n".join(json.dumps(one, indent=2) + "\n" for one in documents)
+    return _comment_lines(job.notes) + "---\n".join(
+        json.dumps(one, indent=2) + "\n" for one in documents
+    )
 
 
 def _document(version: str, kind: str, name: str, spec: object) -> dict[str, object]:
@@ -374,9 +382,9 @@ def _document(version: str, kind: str, name: str, spec: object) -> dict[str, obj
 
 
 def _ray(job: Job) -> str:
-    """A driver: one task on each node, which is that node's torchrun."""
+    """Return a driver script: one task per node, which is that node's torchrun."""
     bundle = {"CPU": 1} if job.cpu else {"CPU": 1, "GPU": job.per_node}
-    # which node has the store is told: by Ray's addresses torchrun may not know its own machine
+    # say which node has the store: torchrun may not recognise its machine by Ray's addresses
     where = ("--rdzv-id", job.name, "--rdzv-endpoint", "HEAD", "--rdzv-conf", "HOST")
     words = list(job.torchrun(*where))
     notes = "".join(f"# {note}\n" for note in job.notes)
@@ -428,7 +436,7 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """Variables that ranks find set, beside those of torchrun."""
+    """Return the variables of ranks, besides those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
     found |= job.fresh
     if job.record:
@@ -439,16 +447,16 @@ def _environment(job: Job) -> dict[str, str]:
     return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
 
 
-def _clock(seconds: int) -> str:
+def _format_time(seconds: int) -> str:
     return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02}"
 
 
-def _shell(notes: Sequence[str]) -> str:
+def _comment_lines(notes: Sequence[str]) -> str:
     return "".join(f"# {note}\n" for note in notes)
 
 
-def _words(words: Sequence[str]) -> str:
-    """Words of a shell's command; only our own variables stay open."""
+def _quote_words(words: Sequence[str]) -> str:
+    """Quote the words of a shell command, except our own variables."""
     return " ".join(
         f'"{word}"' if word in (HEAD, SLURM_ID) else shlex.quote(word) for word in words
     )

@@ -1,4 +1,4 @@
-"""Ledgers of ranks, read from records of ours or from dumps of torch's flight recorder."""
+"""Ledgers of ranks, read from our records or from dumps of torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Op:
 
     @property
     def channel(self) -> tuple[str, str, tuple[int, int] | None]:
-        """The operations that it is counted with."""
+        """The key by which the operation is counted."""
         return self.lane, "" if self.ends is None else self.op, self.ends
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The doings of one rank: its steps as (number, seconds since the last, of them in waiting).
+    """The record of one rank. `steps`: (number, seconds since the last one, seconds of them
+    waiting).
 
-    timed   durations are those of transfers, or of whoever waited for them
-    where   where it was found at work: module, line, row, how often
+    where   where the rank was seen at work: module, line, row, how often
     """
 
     rank: int
@@ -65,17 +65,18 @@ class Ledger:
     ops: tuple[Op, ...]
     where: tuple[tuple[str, str, str, int], ...]
     stack: tuple[str, ...]
-    live: bool = True  # it is written again and again while the rank lives
+    live: bool = True  # rewritten while the rank runs
 
     @property
     def waits(self) -> Op | None:
-        """The operation in which the rank waits now, of its main work."""
+        """The operation of the rank's main work in which the rank waits now; None: it does not
+        wait."""
         return next((one for one in reversed(self.ops) if one.waits and not one.beside), None)
 
 
 @dataclass(frozen=True)
 class Job:
-    """The ledgers of a job by rank, and when they were looked at, in seconds since the epoch."""
+    """The ledgers of a job by rank, and the time of reading, in seconds since the epoch."""
 
     ledgers: Mapping[int, Ledger]
     world: int
@@ -83,25 +84,28 @@ class Job:
 
 
 def read(folder: Path) -> Job:
-    """The last job that wrote into a folder; refuses one without records or dumps (S109)."""
+    """Read the last job that wrote into a folder; refuses S109 a folder without records or
+    dumps."""
     if not folder.is_dir():
-        raise _nothing(f"`{folder}` is no folder")
+        raise _refuse_empty(f"`{folder}` is no folder")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     ours = [path for path in files if _OURS.fullmatch(path.name)]
     if ours:
-        found = [_record(path) for path in ours]
+        found = [_read_record(path) for path in ours]
     else:
         dumps = [(path, _DUMP.fullmatch(path.name)) for path in files]
-        found = _in_lanes([_dump(path, int(match[1])) for path, match in dumps if match])
+        found = _complete_lanes([_read_dump(path, int(match[1])) for path, match in dumps if match])
     if not found:
-        raise _nothing(f"`{folder}` has neither records of ranks nor dumps of a flight recorder")
+        raise _refuse_empty(
+            f"`{folder}` has neither records of ranks nor dumps of a flight recorder"
+        )
     last = max(one.began for one in found)
-    found = [one for one in found if one.written >= last]  # others are of a job before
+    found = [one for one in found if one.written >= last]  # older files are of an earlier job
     now = time.time() if any(one.live for one in found) else max(one.written for one in found)
     return Job({one.rank: one for one in found}, max(one.world for one in found), now)
 
 
-def _nothing(title: str) -> Refusal:
+def _refuse_empty(title: str) -> Refusal:
     helps = (
         "have ranks write records: `SCHEDLANG_RECORD=FOLDER torchrun ...`, on every rank",
         "or give the folder of the dumps: TORCH_FR_DUMP_TEMP_FILE names it",
@@ -112,7 +116,7 @@ def _nothing(title: str) -> Refusal:
 # -- ours ------------------------------------------------------------------------------------------
 
 
-def _record(path: Path) -> Ledger:
+def _read_record(path: Path) -> Ledger:
     try:
         found = json.loads(path.read_text())
         if found["version"] != VERSION:
@@ -122,8 +126,8 @@ def _record(path: Path) -> Ledger:
         made: dict[str, Any] = {
             "steps": tuple((int(n), float(a), float(b)) for n, a, b in found["steps"]),
             "lanes": {name: tuple(ranks) for name, ranks in found["lanes"].items()},
-            "counts": {(a, b, _ends(ends)): n for a, b, ends, n in found["counts"]},
-            "ops": tuple(_op(row) for row in found["ops"]),
+            "counts": {(a, b, _read_ends(ends)): n for a, b, ends, n in found["counts"]},
+            "ops": tuple(_read_op(row) for row in found["ops"]),
             "where": tuple((a, b, c, n) for a, b, c, n in now["where"]),
             "stack": tuple(now["stack"]),
             **{name: now[name] for name in ("written", "over", "error")},
@@ -134,12 +138,12 @@ def _record(path: Path) -> Ledger:
         raise _damaged(path, error) from None
 
 
-def _op(row: Sequence[Any]) -> Op:
+def _read_op(row: Sequence[Any]) -> Op:
     made = dict(zip((one.name for one in fields(Op)), row, strict=True))
-    return Op(**{**made, "ends": _ends(made["ends"])})
+    return Op(**{**made, "ends": _read_ends(made["ends"])})
 
 
-def _ends(given: Sequence[int] | None) -> tuple[int, int] | None:
+def _read_ends(given: Sequence[int] | None) -> tuple[int, int] | None:
     return None if given is None else (given[0], given[1])
 
 
@@ -160,20 +164,20 @@ _WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 
 
 
 class _Plain(pickle.Unpickler):
-    """Reads nothing but plain values: a dump is a file of whoever wrote it."""
+    """Unpickles plain values only: anyone may have written the dump."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def _dump(path: Path, rank: int) -> Ledger:
-    """A dump of torch's flight recorder, which has no names of modules: the lines that called."""
+def _read_dump(path: Path, rank: int) -> Ledger:
+    """Read a dump of torch's flight recorder; calling lines stand for the names of modules."""
     try:
         data = path.read_bytes()
         found = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         config = found.get("pg_config", {})
-        lanes = {name: _ranks(told["ranks"]) for name, told in config.items()}
-        ops = [_entry(one, lanes) for one in found["entries"]]
+        lanes = {name: _parse_ranks(group["ranks"]) for name, group in config.items()}
+        ops = [_read_entry(one, lanes) for one in found["entries"]]
     except (OSError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
         raise _damaged(path, error) from None
     counts: dict[tuple[str, str, tuple[int, int] | None], int] = {}
@@ -201,19 +205,20 @@ def _dump(path: Path, rank: int) -> Ledger:
     )
 
 
-def _in_lanes(found: Sequence[Ledger]) -> list[Ledger]:
-    """The same, where a dump does not tell the ranks of a group: those that have used it."""
+def _complete_lanes(found: Sequence[Ledger]) -> list[Ledger]:
+    """Add to ledgers the ranks of groups that dumps do not contain: the ranks that have used the
+    group."""
     used: dict[str, tuple[int, ...]] = {}
     for rank, lane in sorted({(one.rank, op.lane) for one in found for op in one.ops}):
         used[lane] = (*used.get(lane, ()), rank)
     return [replace(one, lanes={**used, **one.lanes}) for one in found]
 
 
-def _ranks(told: object) -> tuple[int, ...]:
+def _parse_ranks(told: object) -> tuple[int, ...]:
     return tuple(ast.literal_eval(told) if isinstance(told, str) else told)  # type: ignore[arg-type]
 
 
-def _entry(one: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
+def _read_entry(one: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
     name, _, way = str(one["profiling_name"]).partition(":")[2].partition(" ")
     op = {**_NAMES, "recv": "receive"}.get(name, name.replace("_", "-"))
     lane, ends = one["process_group"][0], None
@@ -222,7 +227,7 @@ def _entry(one: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
         source, target = (lanes[lane][place] if lanes.get(lane) else place for place in places)
         ends = source, target
     number = int(one["collective_seq_id" if ends is None else "p2p_seq_id"])
-    size = max(_bytes(one, side) for side in ("input", "output"))
+    size = max(_count_bytes(one, side) for side in ("input", "output"))
     began, took = one["time_created_ns"] / 1e9, one.get("duration_ms")
     waits = one["state"] != "completed" and not one.get("retired", False)
     ended = 0.0 if waits else began + (took or 0.0) / 1e3
@@ -232,7 +237,7 @@ def _entry(one: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
     return Op(lane, number, op, whose, "", size, ends, False, waits, False, began, ended)
 
 
-def _bytes(one: Mapping[str, Any], side: str) -> int:
+def _count_bytes(one: Mapping[str, Any], side: str) -> int:
     total = 0
     for shape, kind in zip(one.get(f"{side}_sizes", ()), one.get(f"{side}_dtypes", ())):
         count = _WIDTHS.get(kind, 1)

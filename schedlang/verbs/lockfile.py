@@ -1,4 +1,4 @@
-"""The lock file beside a schedule: written whole, read, and compared with what is there today."""
+"""The lock file beside a schedule: written, read, and compared with the current plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of a lock with today's plan; the lock holds if nothing changed."""
+    """The comparison of a lock with the current plan; the lock holds if nothing changed."""
 
     schedule: Path
     changes: tuple[Change, ...]
@@ -58,7 +58,8 @@ def lock_path(schedule: Path) -> Path:
 def lock_of(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Lock:
-    """The lock of a planned schedule, with the settings that it was planned with."""
+    """Return the lock of a planned schedule, with the settings that the schedule was planned
+    with."""
     from schedlang.passes.lock import lock
 
     settings = [("--knob", text) for text in sorted(knobs or ())]
@@ -69,7 +70,7 @@ def lock_of(
 def write_lock(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Path:
-    """Write the lock whole or not at all, over the one that is there."""
+    """Write the lock atomically, over an existing one."""
     from schedlang.passes.lock import to_text
     from schedlang.verbs.inputs import write_text
 
@@ -81,7 +82,7 @@ def write_lock(
 def compare_lock(schedule: Path, model: str | None) -> Compared:
     """Plan a schedule anew with its lock's settings, and compare.
 
-    Raises Refusal where there is no lock or none that can be read (S721), or nothing to plan.
+    Raises Refusal if there is no readable lock (S721), or nothing to plan.
     """
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.lock import changes, read_lock, versions
@@ -107,7 +108,8 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
 def demand_lock(
     schedule: Path, model: str | None, as_json: bool = False, show: bool = False
 ) -> None:
-    """End with exit code 1 and the differences unless the lock holds; `show` says that it does."""
+    """Exit with 1 and the differences unless the lock holds; `show`: print also that the lock
+    holds."""
     compared = compare_lock(schedule, model)
     if compared.changes or show:
         if as_json:

@@ -1,7 +1,6 @@
-"""Options that verbs share, taken alone or in groups, and a verb as the command line calls it.
+"""Options that verbs share, alone or in groups, and the wrapper that makes a function a verb.
 
-* Options in groups: a verb takes dataclasses, the command line takes their fields one by one.
-* Options that verbs share, and a verb as the command line calls it.
+A verb takes groups of options as dataclasses; the command line has their fields one by one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from schedlang.verbs.ending import UNCHECKED, ended, show_json
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of options for a function of groups of options.
+    """Turn a function of groups of options into a function of single options.
 
-    A parameter whose annotation is a dataclass gives way to the dataclass's fields, in their order
-    and with their annotations and defaults; no two groups may name an option alike.
+    A parameter whose annotation is a dataclass is replaced by the dataclass's fields, with their
+    order, annotations and defaults; no two groups may have an option of the same name.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {n: kind for n, kind in hints.items() if is_dataclass(kind)}
@@ -34,7 +33,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name])
         for one in inspect.signature(function).parameters.values()
     ]
-    given = [one for each in plain for one in _spread(each, groups)]
+    given = [one for each in plain for one in _expand_parameter(each, groups)]
 
     @functools.wraps(function)
     def run(**options: Any) -> Any:
@@ -49,8 +48,10 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _spread(one: inspect.Parameter, groups: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
-    """The options that a parameter stands for: itself, or the fields of its group."""
+def _expand_parameter(
+    one: inspect.Parameter, groups: Mapping[str, Any]
+) -> Iterator[inspect.Parameter]:
+    """Yield the options of a parameter: itself, or the fields of its group."""
     if one.name not in groups:
         yield one
         return
@@ -92,7 +93,7 @@ MeshSizes = Annotated[
 
 @dataclass(frozen=True)
 class Common:
-    """The options of every verb that plans: the model, and what is set from outside."""
+    """The options of every verb that plans: the model, knobs and mesh."""
 
     model: Model = None
     knob: Knobs = None
@@ -101,7 +102,8 @@ class Common:
 
 @contextmanager
 def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) -> Iterator[None]:
-    """Exit 3, with the account, where a rank dies, none gets on, or the time is over."""
+    """Exit with 3, after printing the reason, where a rank dies, all ranks hang, or the time is
+    over."""
     from schedlang.runtime.launch.job import Hang, RankDied, limited
 
     def tell(account: str) -> None:
@@ -120,9 +122,10 @@ def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) ->
 
 
 def verb(function: Verb) -> Verb:
-    """Turn refusals into exit 2 and errors of our own into exit 3; a message is always shown.
+    """Make a function a verb: refusals exit with 2, errors of schedlang with 3, always with a
+    message.
 
-    Options may be taken in groups, as dataclasses.
+    Options may be grouped in dataclasses.
     """
 
     options_of = flat(function)
@@ -135,7 +138,7 @@ def verb(function: Verb) -> Verb:
             options_of(*args, **options)
             return 0
 
-        code = ended(call, bool(options.get("as_json")), through=(typer.Exit, typer.Abort))
+        code = ended(call, bool(options.get("as_json")), reraise=(typer.Exit, typer.Abort))
         if code:
             raise typer.Exit(code)
 

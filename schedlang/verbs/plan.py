@@ -1,4 +1,4 @@
-"""plan: what will be done, where, and what it costs; on the meta device, before anything runs."""
+"""plan: show what a schedule does and costs, on the meta device, before anything runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Cost = Annotated[
 
 @dataclass(frozen=True)
 class Written:
-    """Files that are written: pictures, and the plan itself; None: not asked for."""
+    """Output files: pictures, and the plan itself; None: not requested."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
     html: Annotated[
@@ -56,7 +56,7 @@ class Locks:
 
 @dataclass(frozen=True)
 class Moved:
-    """Another layout that the weights are brought into; None: not asked for."""
+    """The other layout of `--transfer`; None: not requested."""
 
     transfer: Annotated[
         Path | None,
@@ -74,7 +74,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Alone:
-    """One rank of the plan, whose program is built without values; None: not asked for."""
+    """The rank whose program is built without values; None: not requested."""
 
     rank: Annotated[
         int | None,
@@ -137,10 +137,10 @@ def plan(
         print(warning.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
     took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
-    _draw(shown, written)
+    _write_pictures(shown, written)
     value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
     if written.out is not None:
-        _save(written.out, found)
+        _save_plan(written.out, found)
     if locks.lock:
         write_lock(found, shown.account, common.knob, common.mesh)
     if as_json:
@@ -155,30 +155,30 @@ def plan(
 
 
 def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_json: bool) -> None:
-    """Show what is sent from the layout of one schedule into that of another."""
+    """Print what is sent from the layout of one schedule to that of another."""
     from schedlang.passes.simulate.transfer import transferred
     from schedlang.verbs.inputs import planned
 
     first, second = (planned(file, common.model, common.knob, common.mesh) for file in files)
-    told = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
-    show_json(told.to_json()) if as_json else print(told.text(*(file.name for file in files)))
+    report = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
+    show_json(report.to_json()) if as_json else print(report.text(*(file.name for file in files)))
 
 
 def _show_rank(file: Path, common: Common, alone: Alone, rows: int | None, as_json: bool) -> None:
-    """Show what one rank would build."""
+    """Print what one rank would build."""
     from schedlang.passes.simulate.one_rank import one_rank
     from schedlang.verbs.inputs import planned
 
     if alone.rank is None:
         bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
     found = planned(file, common.model, common.knob, common.mesh, rows)
-    batch = found.batch() or found.model.batch(0)  # refuses a file that has none
-    told = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
-    show_json({"exit": 0, **told.to_json()}) if as_json else print(told.text())
+    batch = found.batch() or found.model.batch(0)  # refuses a file without a batch
+    report = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
+    show_json({"exit": 0, **report.to_json()}) if as_json else print(report.text())
 
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:
-    """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
+    """Refuse (S109) settings beside `--locked`, which plans with the lock's own settings."""
     if common.knob or common.mesh or locks.lock:
         title = (
             "`--locked` uses the settings of the lock: leave out `--knob`, `--mesh` and `--lock`"
@@ -186,8 +186,8 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
         bad_option(title, "or write a new lock with them: `--lock`")
 
 
-def _draw(shown: View, asked: Written) -> None:
-    """The pictures that were asked for."""
+def _write_pictures(shown: View, asked: Written) -> None:
+    """Write the requested pictures."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.pipeline.timeline.simulation import timing
     from schedlang.verbs.inputs import write_asked
@@ -206,8 +206,8 @@ def _draw(shown: View, asked: Written) -> None:
         write_asked(asked.trace, trace(timing(timeline)))
 
 
-def _save(out: Path, found: Planned) -> None:
-    """All that running it again needs: text, model, decisions, mesh and actions."""
+def _save_plan(out: Path, found: Planned) -> None:
+    """Save all that a later run needs: text, model, decisions, mesh and actions."""
     import json
 
     from schedlang.language import printer

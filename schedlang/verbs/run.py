@@ -28,7 +28,7 @@ Run = Annotated[
         help="Draw the pipeline as it ran under the plan; json is for Perfetto or Chrome.",
     ),
 ]
-WATCHED = 5  # steps at the end of a run whose operations are timed; the median one is drawn
+WATCHED = 5  # last steps of a run, whose operations are timed; the median one is drawn
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def run(
     from schedlang.verbs.inputs import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
-    shown = _Shown(training.steps, quiet=as_json or not first)
+    shown = _ProgressBar(training.steps, quiet=as_json or not first)
     try:
         check_folders(timeline=timeline)
         with unchecked(timeout, as_json and first, shown.close):
-            found, planned = _planned(file, plan, common, training.seed)
+            found, planned = _load_plan(file, plan, common, training.seed)
             check_timeline(timeline, planned)
             course = Course(
                 planned,
@@ -85,10 +85,14 @@ def run(
                 WATCHED if timeline is not None else 0,
             )
             check(course)
-            _demand(course)
+            _check_costs(course)
             title = file or plan
             assert title is not None
-            trained = _here(course, shown) if _job() else _local(course, found, shown)
+            trained = (
+                _train_in_job(course, shown)
+                if _under_torchrun()
+                else _train_locally(course, found, shown)
+            )
     except Refusal as refusal:
         if as_json or not in_a_job():
             if first:
@@ -99,7 +103,7 @@ def run(
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)
     if first:
-        _show(title.name, course, trained, as_json)
+        _print_results(title.name, course, trained, as_json)
 
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
@@ -117,9 +121,9 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
 
 
 def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
-    """A measured step beside its simulated one, in the form that the name asks for.
+    """Write a measured step beside its simulated one, in the format of the file's suffix.
 
-    `axis` is that of the pipeline, whose places the lanes are.
+    `axis` is the pipeline's axis; the lanes are its positions.
     """
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
@@ -131,16 +135,16 @@ def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
         write_asked(path, make(found, title, f"{axis}="))
 
 
-def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
-    """Show the results of a training; exit 1 where it took longer than the schedule expects."""
+def _print_results(name: str, course: Course, trained: Trained, as_json: bool) -> None:
+    """Print the results of a training; exit 1 if it took longer than the schedule expects."""
     from schedlang.passes.simulate.expected import late
     from schedlang.verbs.costs import demand_time
 
-    plan, took = course.plan, _took(trained)
+    plan, took = course.plan, _median_step(trained)
     if as_json:
         show_json(_facts(course, trained, FAILS if list(late(plan, took)) else 0))
     else:
-        print(_report(name, course, trained))
+        print(_report_text(name, course, trained))
         for one in trained.left:
             print(one.warning.render(for_messages(sys.stderr)), file=sys.stderr)
     demand_time(plan, took)
@@ -159,9 +163,9 @@ def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
     return facts | trained.to_json()
 
 
-def _demand(course: Course) -> None:
-    """Refuse, before any rank starts, what gains nothing (S888); exit 1 for costs above the
-    expected."""
+def _check_costs(course: Course) -> None:
+    """Refuse rows that gain nothing (S888), and exit 1 for unexpected costs, before any rank
+    starts."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
     from schedlang.verbs.costs import demand_costs
@@ -172,22 +176,22 @@ def _demand(course: Course) -> None:
         demand_costs(course.plan, counted(course.plan, batch, course.loss, course.weight))
 
 
-def _took(trained: Trained) -> Took:
-    """The median step, as rank 0 saw it."""
+def _median_step(trained: Trained) -> Took:
+    """Return the median step, as rank 0 measured it."""
     from schedlang.passes.simulate.step_time import Took
 
     count = len(trained.settled)
     return Took(trained.median, (f"measured: the median of {count} steps on this machine",))
 
 
-def _job() -> bool:
+def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _planned(
+def _load_plan(
     file: Path | None, record: Path | None, common: Common, seed: int
 ) -> tuple[ModelFile, Any]:
-    """The model file and the plan, from a schedule or from a saved plan."""
+    """Return the model file and the plan, from a schedule or from a saved plan."""
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
@@ -211,7 +215,7 @@ def _planned(
     return found, Schedule(found.model(seed=seed), parse(source), given).plan()
 
 
-def _here(course: Course, shown: _Shown) -> Trained:
+def _train_in_job(course: Course, shown: _ProgressBar) -> Trained:
     """Train as one rank of the job that torchrun started."""
     from functools import partial
 
@@ -227,7 +231,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
     return trained
 
 
-def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
+def _train_locally(course: Course, found: ModelFile, shown: _ProgressBar) -> Trained:
     """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
@@ -236,11 +240,11 @@ def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
     check_world(course.plan, "run")
     course = sound(course)
     with Pool(files=found.files) as pool, shown:
-        return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
+        return pool.run(train, course.plan.mesh.world, course, on_progress=shown.on_message)[0]  # type: ignore[no-any-return]
 
 
 def sound(course: Course) -> Course:
-    """The course with its plan traced once, for all ranks; refuses whatever `verify` refuses."""
+    """Return the course with its plan traced once for all ranks; refuses what `verify` refuses."""
     from schedlang.passes.verify import probe
     from schedlang.passes.verify.sides import Case
 
@@ -249,15 +253,15 @@ def sound(course: Course) -> Course:
     return replace(course, plan=case.plan, prepared=case.prepared)
 
 
-class _Shown:
-    """The progress of a training: a bar on a terminal, a line now and then elsewhere."""
+class _ProgressBar:
+    """The progress of a training: a bar on a terminal, else a line now and then."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
         self.total, self.quiet, self.live = steps, quiet, sys.stderr.isatty()
         self.every = max(1, steps // 10)
         self.bar: Any = None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _ProgressBar:
         if self.live and not self.quiet:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -277,18 +281,18 @@ class _Shown:
         self.close()
 
     def close(self) -> None:
-        """Take the bar off."""
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
-    def hear(self, rank: int, step: Any) -> None:
-        """A message of a local rank; the first one speaks for all."""
+    def on_message(self, rank: int, step: Any) -> None:
+        """Handle a message of a local rank; only the first rank's are shown."""
         if rank == 0:
             self.step(step)
 
     def step(self, step: Any) -> None:
-        """One step is done."""
+        """Show that one step is done."""
         text = f"loss {step.loss:.4f}  {step.work / step.seconds:,.0f} {step.unit}/s"
         if self.bar is not None:
             self.bar.update(self.task, advance=1, description=text)
@@ -296,8 +300,8 @@ class _Shown:
             print(f"step {step.number:>4}  {text}", file=sys.stderr, flush=True)
 
 
-def _report(name: str, course: Course, trained: Trained) -> str:
-    """The end of a training as text."""
+def _report_text(name: str, course: Course, trained: Trained) -> str:
+    """Return the final report of a training as text."""
     mesh, steps = course.plan.mesh, trained.steps
     where = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
     padded = " (padding included)" if steps[0].unit == "tokens" else ""
@@ -309,7 +313,7 @@ def _report(name: str, course: Course, trained: Trained) -> str:
         *([f"  pipe    {trained.measured.text()}"] if trained.measured is not None else []),
         "  memory  parameters   gradients   optimizer"
         + ("" if _on_cpu(trained) else "        peak"),
-        *_memory(trained),
+        *_memory_lines(trained),
     ]
     rest = "activations are not measured on a CPU" if _on_cpu(trained) else "the peak is all of it"
     return "\n".join([*lines, f"  held between steps, without gathered copies; {rest}"])
@@ -319,21 +323,21 @@ def _on_cpu(trained: Trained) -> bool:
     return trained.memory[0].peak is None
 
 
-def _memory(trained: Trained) -> list[str]:
-    """One line for the ranks that hold as much."""
-    alike: dict[Any, list[int]] = {}
+def _memory_lines(trained: Trained) -> list[str]:
+    """Return one line for the ranks that hold equally much."""
+    ranks_by_memory: dict[Any, list[int]] = {}
     for one in trained.memory:
-        alike.setdefault(replace(one, rank=0), []).append(one.rank)
+        ranks_by_memory.setdefault(replace(one, rank=0), []).append(one.rank)
     lines = []
-    for one, ranks in alike.items():
+    for one, ranks in ranks_by_memory.items():
         held = [one.parameters, one.gradients, one.optimizer]
         held += [one.peak] if one.peak is not None else []
         who = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        lines.append(f"        {''.join(f'{_size(value):>12}' for value in held)}   {who}")
+        lines.append(f"        {''.join(f'{_format_size(value):>12}' for value in held)}   {who}")
     return lines
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -31,7 +31,7 @@ DTYPES = ("bf16", "fp16", "none")
 
 @dataclass(frozen=True)
 class Search:
-    """A search for a model's schedule: the batch, limits, a question, where the schedule goes."""
+    """The options of a search: the batch, limits, questions, planner and output file."""
 
     batch: Annotated[
         str | None,
@@ -80,7 +80,7 @@ class Search:
 
     @property
     def given(self) -> bool:
-        """Whether anything is asked that only a search answers."""
+        """Whether any option is given that only a search uses."""
         return self != Search()
 
 
@@ -94,9 +94,9 @@ def searched(
     aims: Aims,
     as_json: bool,
 ) -> None:
-    """Search, write and tell; exit 1 where nothing fits.
+    """Search, write and print the schedule; exit 1 where nothing fits.
 
-    `name` is that of the model's file; `limits` bind beside those asked for.
+    `name` is the name of the model's file; `limits` are added to those of the options.
     """
     from schedlang.diagnostics.tables import columns, fitted
     from schedlang.ir.model import ModelFacts
@@ -119,11 +119,11 @@ def searched(
     batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
     facts = ModelFacts(to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
-    job = job_of(profiles, cluster, ranks, _rows(batch, asked), [limits, *questions])
+    job = job_of(profiles, cluster, ranks, _step_rows(batch, asked), [limits, *questions])
     aim = aims.read(job.rows, length_of(batch))
 
     def find(profiles: Profiles, job: Job) -> Found:
-        return _best(profiles, job, limits, asked.planner, as_json)
+        return _search_best(profiles, job, limits, asked.planner, as_json)
 
     if aim is None:
         made = tuned(profiles, job, find)
@@ -138,7 +138,7 @@ def searched(
     if as_json:
         show_json(_plain(job, last, answers, written))
     else:
-        told = "\n".join(_told(name, job, last, answers, written))
+        told = "\n".join(_report_lines(name, job, last, answers, written))
         print(fitted(told, columns()))
         if written is not None and asked.out is not None:
             print(f"next: schedlang verify {asked.out} --shrink --model {name}")
@@ -151,11 +151,11 @@ def searched(
         raise typer.Exit(FAILS)
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- the batch -------------------------------------------------------------------------------------
 
 
 def batch_of(found: ModelFile) -> Mapping[str, Any]:
-    """The batch of a model file (S109 where it has none)."""
+    """Return the batch of a model file; refuses S109 a file without one."""
     if not found.has_batch:
         bad_option(
             f"`{found.name}` has no batch: a step has no cost without one",
@@ -164,8 +164,8 @@ def batch_of(found: ModelFile) -> Mapping[str, Any]:
     return found.batch(0)
 
 
-def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
-    """Rows of a step, as options say them."""
+def _step_rows(batch: Mapping[str, Any], asked: Search) -> int | None:
+    """Return the rows of a step from the options."""
     from schedlang.passes.planner.tuned import length_of
 
     if asked.batch is None:
@@ -175,8 +175,8 @@ def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
         bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
     tokens = whole(asked.batch, "--batch")
     if not length or tokens % length:
-        said = f"rows of {length} tokens" if length else "rows without tokens"
-        title = f"`--batch {asked.batch}` is no number of {said}, which this model's batch has"
+        rows_text = f"rows of {length} tokens" if length else "rows without tokens"
+        title = f"`--batch {asked.batch}` is no number of {rows_text}, which this model's batch has"
         near = max(1, tokens // length) if length else 8
         bad_option(title, f"give rows: `--rows {near}`")
     return tokens // length
@@ -185,8 +185,11 @@ def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def _best(profiles: Profiles, job: Job, limits: Limits, planner: str | None, quiet: bool) -> Found:
-    """The best that is found, or the best so far where one interrupts; a bar on a terminal."""
+def _search_best(
+    profiles: Profiles, job: Job, limits: Limits, planner: str | None, quiet: bool
+) -> Found:
+    """Return the best result, or the best so far after an interrupt; shows progress on a
+    terminal."""
     from schedlang.passes.planner.named import found_by
     from schedlang.passes.planner.search import search
 
@@ -201,8 +204,8 @@ def _best(profiles: Profiles, job: Job, limits: Limits, planner: str | None, qui
         for found in search(profiles, job, limits, progress):
             last = found
             if shown and found.best is not None:
-                said = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
-                print(f"\r{said}", end="", file=sys.stderr, flush=True)
+                status = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
+                print(f"\r{status}", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if last is None or last.best is None:
             raise
@@ -214,17 +217,17 @@ def _best(profiles: Profiles, job: Job, limits: Limits, planner: str | None, qui
     return last if planner is None else found_by(planner, profiles, job, last, limits)
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
-def _told(
+def _report_lines(
     name: str,
     job: Job,
     found: Found,
     answers: Sequence[Rejected],
     written: Written | None,
 ) -> Iterator[str]:
-    """The best in words, what was rejected, and answers to what was asked."""
+    """Yield the best in words, what was rejected, and answers to questions."""
     from schedlang.passes.planner.tuned import REASONS
 
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
@@ -234,13 +237,13 @@ def _told(
         late = bool(found.rejected) and all("too late" in one.reason for one in found.rejected)
         yield "nothing ends in time" if late else "nothing fits"
     else:
-        yield f"best      {_way(found)}"
+        yield f"best      {_describe_setting(found)}"
         yield from (f"          {line}" for line in written.said)
     yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:REASONS])
     yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
     for placement, refusal in found.refused:
         one = refusal.diagnostics[0]
-        yield f"refused   {_split(placement)}: {one.code}: {one.title}"
+        yield f"refused   {_describe_placement(placement)}: {one.code}: {one.title}"
     if found.by:
         return
     counts = found.counts
@@ -249,35 +252,35 @@ def _told(
 
 
 def head(name: str, ranks: int, cluster: Cluster) -> str:
-    """model.py · 4 ranks of a100, 80 GiB"""
+    """Return the head line: model.py · 4 ranks of a100, 80 GiB."""
     from schedlang.diagnostics.tables import size
 
     return f"{Path(name).name} · {ranks} ranks of {cluster.name}, {size(cluster.memory)}"
 
 
-def _split(placement: Placement) -> str:
-    """tp = 2, cp = 4, .."""
+def _describe_placement(placement: Placement) -> str:
+    """Describe a placement: tp = 2, cp = 4, .."""
     sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep", "slices")}
     words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
     words += ["sequence"] * placement.sequence
     return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
 
 
-def _way(found: Found) -> str:
-    """dp = 8, tp = 4, zero 1, .."""
+def _describe_setting(found: Found) -> str:
+    """Describe the best setting: dp = 8, tp = 4, zero 1, .."""
     from schedlang.ir.limits import AXES, written
     from schedlang.passes.planner.limits import told
 
     assert found.best is not None
-    said = told(found.best.setting)
-    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
+    setting = told(found.best.setting)
+    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if setting.pop(name) != 1]
     if "pp" not in axes:
-        said.pop("order")
+        setting.pop("order")
     for name, usual in (("offload", "none"), ("axes", "-".join(AXES))):
-        if said[name] == usual:
-            said.pop(name)
+        if setting[name] == usual:
+            setting.pop(name)
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
-    for name, value in said.items():
+    for name, value in setting.items():
         if name not in ("chunks", "slices") or value != 1:
             words.append(f"{name} {written(value)}")
     return ", ".join(words)
@@ -286,7 +289,7 @@ def _way(found: Found) -> str:
 def _plain(
     job: Job, found: Found, answers: Sequence[Rejected], written: Written | None
 ) -> dict[str, Any]:
-    """Plain values; seconds and bytes."""
+    """Return plain values, in seconds and bytes."""
     best = found.best
     return {
         "cluster": asdict(job.cluster),

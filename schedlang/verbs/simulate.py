@@ -36,7 +36,7 @@ Costs = Annotated[
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of an order; None where they were not given."""
+    """The options of an order; None: not given."""
 
     order: Annotated[
         str | None,
@@ -71,7 +71,7 @@ class Speeds:
     ] = 50.0
 
     def machine(self) -> Machine:
-        """Return the speeds in FLOP/s and bytes/s; refuse what is no speed (S109)."""
+        """Return the speeds in FLOP/s and bytes/s; refuses S109."""
         from schedlang.passes.simulate.step_time import Machine
 
         for name, value in vars(self).items():
@@ -81,7 +81,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures to write, each with its file; None: it was not asked for."""
+    """The pictures to write, by file; None: not requested."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
     html: Annotated[
@@ -98,9 +98,9 @@ class Pictures:
     def write(
         self, times: Timing, title: str, order: str, cost: Cost, *, axis: str = "", unit: str = ""
     ) -> None:
-        """Write them; `order` is the name under which the page shows the timeline.
+        """Write the pictures; `order` is the name under which the page shows the timeline.
 
-        `axis` is that of the pipeline where a schedule has one, `unit` that of the costs (ms).
+        `axis` is the pipeline's axis in a schedule, `unit` the unit of the costs (ms).
         """
         from schedlang.verbs.inputs import write_asked
         from schedlang.viz.timeline_page import Shown, timeline_page, trace
@@ -163,7 +163,8 @@ def simulate(
 
 
 def in_bars(times: Timing, width: int | None = None) -> str:
-    """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
+    """Return a bar for each rank, in colour where the terminal supports it and NO_COLOR is not
+    set."""
     from schedlang.viz.timeline_pictures import bars
 
     live = sys.stdout.isatty()

@@ -1,8 +1,5 @@
-"""The timeline that `simulate` is asked for: of an order, a table or a schedule; its numbers.
-
-* Results of `simulate` for a timeline: its times, its memory and its messages, text and JSON.
-* The timeline that `simulate` is asked for: of a named order, of a table, or of a schedule.
-"""
+"""The timelines that `simulate` shows: of a named order, a table or a schedule, with their
+figures."""
 
 from __future__ import annotations
 
@@ -38,17 +35,17 @@ if TYPE_CHECKING:
     from schedlang.verbs.simulate import Asked
 
 
-WIDE = 100 + len("rank 0: ")  # columns where there is no terminal
-LONGEST = 20_000  # operations that are listed in JSON
+WIDE = 100 + len("rank 0: ")  # columns without a terminal
+LONGEST = 20_000  # operations listed in JSON at most
 
 
 @dataclass(frozen=True)
 class Simulated:
     """A timeline under costs.
 
-    order, micro, chunks, slices   as the order was asked for
-    memory                         the limit that was given, in M_B
-    estimated                      what the costs were estimated from, in words
+    order, micro, chunks, slices   as given for the order
+    memory                         the given limit, in M_B
+    estimated                      how the costs were estimated, in words
     """
 
     order: str
@@ -62,7 +59,7 @@ class Simulated:
 
     @cached_property
     def times(self) -> Timing:
-        """The start and the end of each operation."""
+        """Start and end of each operation."""
         return timing(self.timeline, self.cost)
 
     @property
@@ -74,7 +71,8 @@ class Simulated:
 
     @property
     def paper(self) -> dict[str, float] | None:
-        """Interleaved 1F1B as Zero Bubble's Table 5 counts it: less p transfers (2401.10241)."""
+        """Interleaved 1F1B as Zero Bubble's Table 5 counts it: less p transfers (arXiv
+        2401.10241)."""
         if self.order != "Interleaved1F1B":
             return None
         size = Size(self.timeline.ranks, self.micro, self.chunks, cost=self.cost)
@@ -84,7 +82,7 @@ class Simulated:
     def to_json(self) -> dict[str, Any]:
         """Return plain values; times in the unit of the costs, memory in M_B."""
         t, times = self.timeline, self.times
-        top = _plain(peak(t, self.cost))
+        top = _floats(peak(t, self.cost))
         return {
             "order": self.order,
             "stages": t.ranks,
@@ -93,13 +91,13 @@ class Simulated:
             "chunks": self.chunks,
             "slices": self.slices,
             "replicas": t.replicas,
-            "cost": _cost(self.cost),
+            "cost": _cost_json(self.cost),
             "estimated": list(self.estimated),
             "rank_span": float(times.rank_span),
             "makespan": float(times.makespan),
             "bubble": float(times.span_bubble),
             "makespan_bubble": float(times.bubble),
-            "busy": _plain(times.busy),
+            "busy": _floats(times.busy),
             "peak": top,
             "live": peak_live(t).tolist(),
             "weights": weight_copies(t).tolist(),
@@ -108,14 +106,14 @@ class Simulated:
             "communication": {
                 "messages": times.messages,
                 "sent": times.sent.tolist(),
-                "time": _plain(times.sending),
+                "time": _floats(times.sending),
             },
             "paper": self.paper,
             "timeline": t.text().split("\n") if len(t) <= LONGEST else None,
         }
 
     def text(self, width: int | None = None) -> str:
-        """Return the text for people, in so many columns."""
+        """Return the report as text, in `width` columns."""
         times, top = self.times, peak(self.timeline, self.cost)
         most = int(top.argmax())
         lines = [
@@ -137,20 +135,20 @@ class Simulated:
         if self.memory is not None and top[most] > self.memory + 1e-9:
             lines.append(f"over the limit of {self.memory:g} M_B, which this order does not obey")
         lines += [f"estimated: {line}" for line in self.estimated]
-        drawn = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
-        return fitted("\n".join(lines), width) + f"\n\n{drawn}"
+        diagram = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
+        return fitted("\n".join(lines), width) + f"\n\n{diagram}"
 
 
 def _short(value: Any) -> str:
     return f"{float(value):.6g}"
 
 
-def _plain(values: Any) -> list[float]:
+def _floats(values: Any) -> list[float]:
     return [float(x) for x in values.tolist()]
 
 
-def _cost(cost: Cost) -> dict[str, Any]:
-    """Only what is said of it; the times of single stages and edges are lists."""
+def _cost_json(cost: Cost) -> dict[str, Any]:
+    """Return the given costs alone; the times of single stages and edges are lists."""
     found: dict[str, Any] = {}
     for field in fields(cost):
         value = getattr(cost, field.name)
@@ -168,11 +166,11 @@ TABLE = ".csv"
 
 
 def named(asked: Asked, cost: Cost) -> Simulated:
-    """An order of the registry or a table, or a refusal that says what it needs."""
+    """Simulate an order of the registry or a table; refuses illegal sizes."""
     name = asked.order or "1F1B"
     if name.lower().endswith(TABLE):
-        return _table(name, asked, cost)
-    known = _known(name)
+        return _simulate_table(name, asked, cost)
+    known = _find_order(name)
     ranks, micro, slices = (
         default if value is None else value
         for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
@@ -190,8 +188,8 @@ def named(asked: Asked, cost: Cost) -> Simulated:
     return Simulated(known.name, micro, chunks, slices, asked.memory, line, cost)
 
 
-def _known(order: str) -> Order:
-    """The order of a name, or a refusal that guesses which was meant."""
+def _find_order(order: str) -> Order:
+    """Return the order of a name; refuses S608 with the closest name."""
     try:
         return find(order)
     except OrderError as error:
@@ -201,9 +199,9 @@ def _known(order: str) -> Order:
         raise Refusal.of("S608", error.reason, helps=helps, facts=facts) from None
 
 
-def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
-    """A table of an order; it says its sizes itself."""
-    _not_beside(asked, ("chunks", "slices", "every"), "the table")
+def _simulate_table(path: str, asked: Asked, cost: Cost) -> Simulated:
+    """Simulate a table of an order, which contains its sizes."""
+    _refuse_beside(asked, ("chunks", "slices", "every"), "the table")
     try:
         text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -216,10 +214,11 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
 
 
 def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine: Any) -> Simulated:
-    """The order of a schedule's plan (`found`: Planned); without `cost` with estimated costs."""
+    """Simulate the order of a schedule's plan (`found`: Planned); without `cost`, costs are
+    estimated."""
     from schedlang.passes.simulate.step_time import Estimate, estimated
 
-    _not_beside(asked, tuple(vars(asked)), "the plan of the schedule")
+    _refuse_beside(asked, tuple(vars(asked)), "the plan of the schedule")
     plan = found.plan
     order = plan.order
     if order is None or not plan.cuts:
@@ -235,8 +234,8 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
     return Simulated(*sizes, made.timeline, made.cost, made.notes)
 
 
-def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
-    """Refuse options that set what a file sets itself (S109)."""
+def _refuse_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
+    """Refuse (S109) options that a file sets itself."""
     given: Mapping[str, object] = vars(asked)
     if twice := [name for name in names if given[name] is not None]:
         words = ", ".join(f"`--{name}`" for name in twice)
@@ -245,8 +244,7 @@ def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
 
 
 def legal(make: Callable[[], Timeline]) -> Timeline:
-    """Make a timeline; refuse sizes that its order does not have, and name some that it has
-    (S608)."""
+    """Make a timeline; refuse (S608) sizes that its order cannot have, and name legal ones."""
     try:
         return make()
     except OrderError as error:

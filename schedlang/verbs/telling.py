@@ -1,4 +1,4 @@
-"""Progress of long work: one changing line on a terminal, some plain ones elsewhere."""
+"""Progress of long work: one changing line on a terminal, else a plain line now and then."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import TracebackType
 
 FIRST, EVERY = 2.0, 10.0  # seconds until the first plain line, and between two
 REFRESH = 0.5  # of the line on a terminal
-UNNAMED = 10.0  # seconds until the first plain line where no stage has begun
+UNNAMED = 10.0  # seconds until the first plain line before any stage has begun
 
 
 class Telling:
-    """Says what runs, since when and for about how much longer: `said("4 ranks", 3, 9)`.
+    """Prints the current stage, the elapsed and the remaining time: `progress("4 ranks", 3, 9)`.
 
-    A thread speaks, so that a step of minutes is not silent.  What is left is told from what the
-    steps of this stage have taken; before the first one nobody knows.
+    A thread prints, so that a step of minutes is not silent. The remaining time is estimated from
+    the finished steps of the stage.
     """
 
     def __init__(self, quiet: bool = False, *, first: float = FIRST, every: float = EVERY) -> None:
@@ -30,7 +30,7 @@ class Telling:
         self._thread: threading.Thread | None = None
 
     def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """A stage begins, or so many of its steps are done."""
+        """Begin a stage, or report the number of its finished steps."""
         if stage != self.stage:
             self.since = time.perf_counter()
         self.stage, self.done, self.total = stage, done, total
@@ -46,22 +46,22 @@ class Telling:
         return ", ".join(parts)
 
     def __enter__(self) -> Telling:
-        self._begin()
+        self._start_thread()
         return self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Have no thread inside the block, so that this process may be forked."""
+        """Stop the thread during the block, so that this process may be forked."""
         self.close()
         try:
             yield
         finally:
-            self._begin()
+            self._start_thread()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._stop.clear()
         if not self.quiet:
-            self._thread = threading.Thread(target=self._speak, daemon=True)
+            self._thread = threading.Thread(target=self._print_loop, daemon=True)
             self._thread.start()
 
     def __exit__(
@@ -73,18 +73,18 @@ class Telling:
         self.close()
 
     def close(self) -> None:
-        """Speak no more; clear the line on a terminal."""
+        """Stop printing; clear the line on a terminal."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
             if self.live:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    def _speak(self) -> None:
+    def _print_loop(self) -> None:
         wait = self.first
         while not self._stop.wait(wait):
             if not (self.live or self.stage or time.perf_counter() - self.start > UNNAMED):
-                wait = REFRESH  # no ranks run yet, and most refusals come before they do
+                wait = REFRESH  # no ranks run yet; most refusals come before that
                 continue
             wait = self.every
             line = f"\r\033[K {self} ..." if self.live else f" {self} ..."

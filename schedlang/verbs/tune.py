@@ -29,7 +29,7 @@ PYTHON = ".py"
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks and their speeds; an option left out is taken from the cluster that is named."""
+    """The ranks and their speeds; an option left out is taken from the named cluster."""
 
     gpus: Annotated[
         int | None,
@@ -112,29 +112,29 @@ def tune(
     if wanted.layouts or search.planner == UNITY:
         if aims.given:
             bad_option("`--layouts` looks for the quickest step alone", "leave out `--aim`")
-        _lay(file, model, machine, search, given, as_json)
+        _search_layouts(file, model, machine, search, given, as_json)
         return
     if file.suffix == PYTHON:
-        if given.knobs or _values(wanted):
+        if given.knobs or _parse_values(wanted):
             bad_option(
                 "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
             )
-        _search(file, str(file), machine, None, search, aims, as_json)
+        _search_model(file, str(file), machine, None, search, aims, as_json)
         return
     tree = parse(read(file))
     limits = expand(tree, None, given).limits
     if limits != Limits():
-        _search(file, model, machine, tree, search, aims, as_json, limits)
+        _search_model(file, model, machine, tree, search, aims, as_json, limits)
         return
     if search.given or aims.given:
         bad_option(
             "a schedule without `search` says how it trains: only its knobs are tried",
             "give the model file alone, or let the schedule say `search pin tp = 4`",
         )
-    _rank(file, tree, machine, wanted, model, knob or (), as_json)
+    _rank_settings(file, tree, machine, wanted, model, knob or (), as_json)
 
 
-def _lay(
+def _search_layouts(
     file: Path,
     model: str | None,
     machine: Machine,
@@ -142,7 +142,7 @@ def _lay(
     given: Settings,
     as_json: bool,
 ) -> None:
-    """Complete a schedule, or begin with none: every operator is laid out."""
+    """Complete a schedule, or start without one: every operator gets a layout."""
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
@@ -160,7 +160,7 @@ def _lay(
             bad_option("a schedule says its dtype itself", "leave out `--dtype`")
         source = read(file)
         tree = parse(source)
-    cluster, ranks = _cluster(machine, tree)
+    cluster, ranks = _find_cluster(machine, tree)
     found = load_model_file(model, file)
     if tree is not None:
         plan = expand(tree, ModelFacts(found.model(meta=True)), given).plan
@@ -170,7 +170,7 @@ def _lay(
     laid.layouts(found, model or "model.py", cluster, ranks, begun, search, as_json)
 
 
-def _search(
+def _search_model(
     file: Path,
     model: str | None,
     machine: Machine,
@@ -184,13 +184,13 @@ def _search(
     from schedlang.ir.modelfile import load_model_file
     from schedlang.verbs.searched import searched
 
-    cluster, ranks = _cluster(machine, tree)
+    cluster, ranks = _find_cluster(machine, tree)
     found = load_model_file(model, file)
     bound = limits or Limits()
     searched(found, model or "model.py", cluster, ranks, bound, search, aims, as_json)
 
 
-def _rank(
+def _rank_settings(
     file: Path,
     tree: File,
     machine: Machine,
@@ -199,7 +199,7 @@ def _rank(
     knob: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Price every setting of the knobs; the quickest that fit first."""
+    """Price every setting of the knobs, and print the fastest that fit first."""
     from schedlang.diagnostics.tables import columns
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
@@ -207,9 +207,9 @@ def _rank(
     from schedlang.verbs.inputs import settings
 
     start = time.perf_counter()
-    cluster, ranks = _cluster(machine, tree)
+    cluster, ranks = _find_cluster(machine, tree)
     given = settings(knob, None).knobs
-    menu = settings_of(tree, given, _values(wanted))
+    menu = settings_of(tree, given, _parse_values(wanted))
     one = load_model_file(model, file)
     job = Job(ModelFacts(one.model(meta=True)), batch_of(one), one.loss, one.weight, cluster, ranks)
     found = []
@@ -222,40 +222,40 @@ def _rank(
         show_json(to_json(job, found))
     else:
         print(text(job, found, wanted.top, f"{file.name} · ", columns()))
-        if best:  # in one line, however long: it is to be pasted
-            print(f"next: {_next(file, best[0], model)}")
+        if best:  # in one line, however long, to be pasted
+            print(f"next: {_next_command(file, best[0], model)}")
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if not best:
         raise typer.Exit(FAILS)
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
-def _cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
-    """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
+def _find_cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
+    """Return the cluster and its ranks, from options and the schedule's `on`; refuses S109."""
     from schedlang.language.nodes import Mesh
     from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named, cluster_of
     from schedlang.passes.simulate.nodes import Nodes
 
     own = (None, None) if tree is None else cluster_of(tree)
-    known, told = own if machine.on is None else cluster_named(machine.on)
-    ranks = machine.gpus or told or own[1]
+    known, counted = own if machine.on is None else cluster_named(machine.on)
+    ranks = machine.gpus or counted or own[1]
     if known is None:
         meshes = [one for one in (tree.items if tree is not None else ()) if isinstance(one, Mesh)]
-        said = machine.on or next((one.on for one in meshes), None)
-        title = f"unknown cluster `{said}`" if said else "the cluster is missing"
+        wanted = machine.on or next((one.on for one in meshes), None)
+        title = f"unknown cluster `{wanted}`" if wanted else "the cluster is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:
         bad_option("the number of ranks is missing", "give it: `--gpus 64`")
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
         check_positive(name, getattr(machine, name))
     given = {
-        "speed": _times(machine.tflops, 1e12),
-        "link": _times(machine.bandwidth, 1e9),
-        "network": _times(machine.network, 1e9),
+        "speed": _scaled(machine.tflops, 1e12),
+        "link": _scaled(machine.bandwidth, 1e9),
+        "network": _scaled(machine.network, 1e9),
         "node": machine.node,
-        "memory": _bytes(machine.memory),
+        "memory": _parse_bytes(machine.memory),
     }
     if not isinstance(known, Nodes):
         return changed(known, **given), ranks
@@ -267,11 +267,11 @@ def _cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     return known.part(ranks), ranks
 
 
-def _times(value: float | None, unit: float) -> float | None:
+def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value * unit
 
 
-def _bytes(text: str | None) -> int | None:
+def _parse_bytes(text: str | None) -> int | None:
     from schedlang.language.value import Bytes, literal
 
     if text is None:
@@ -285,7 +285,7 @@ def _bytes(text: str | None) -> int | None:
     return int(value)
 
 
-def _values(wanted: Wanted) -> dict[str, list[str]]:
+def _parse_values(wanted: Wanted) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in wanted.values or ():
         name, _, values = (part.strip() for part in text.partition("="))
@@ -296,8 +296,8 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
     return found
 
 
-def _next(file: Path, best: Tried, model: str | None) -> str:
-    """The command that shows the first of the table."""
+def _next_command(file: Path, best: Tried, model: str | None) -> str:
+    """Return the command that shows the first setting of the table."""
     from schedlang.ir.limits import written
 
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A program that was written elsewhere, and how its ranks are run."""
+    """A program that was written elsewhere, and how to run its ranks."""
 
     against: Annotated[
         Path | None,
@@ -76,11 +76,11 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    # numpy's library starts threads when it is imported; where there are threads the ranks' server
-    # cannot be forked from here, and imports everything again
+    # numpy's library starts threads on import; with threads the ranks' server cannot be forked from
+    # here, and would import everything again
     if "numpy" not in sys.modules:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with uncollected():  # imports leave next to no garbage, and it would look at all of them
+    with uncollected():  # imports leave almost no garbage, and a collection would visit all of it
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file
         from schedlang.passes.prove import prove
@@ -94,11 +94,11 @@ def verify(
 
     check_folders(html=html)
     of_schedule = {"knob": common.knob, "mesh": common.mesh, "only": only, "locked": locked}
-    _check_together(foreign, of_schedule | {"shrink": shrink})
+    _check_options(foreign, of_schedule | {"shrink": shrink})
     if foreign.against is not None:
-        report = _judged(file, common.model, foreign, seed, dtype, timeout, as_json)
-        _show(report, as_json, html, verbose)
-        raise typer.Exit(_code(report))
+        report = _judge_program(file, common.model, foreign, seed, dtype, timeout, as_json)
+        _print_report(report, as_json, html, verbose)
+        raise typer.Exit(_exit_code(report))
     if file is None:
         title = "`verify` needs a schedule, or a program of yours"
         helps = ("`schedlang verify FILE`, or `schedlang verify --against program.py`",)
@@ -107,12 +107,14 @@ def verify(
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)
     with (
-        Pool(preload=(*BASE, *PROGRAMS), forked=True) as pool,  # while there is no other thread
-        Telling(quiet=as_json) as said,
-        unchecked(timeout, as_json, said.close),
+        Pool(
+            preload=(*BASE, *PROGRAMS), forked=True
+        ) as pool,  # forked before there is another thread
+        Telling(quiet=as_json) as progress,
+        unchecked(timeout, as_json, progress.close),
     ):
         found = load_model_file(common.model, file)
-        with said.paused():
+        with progress.paused():
             pool.know(found.files, here=True)
         one = posed(
             file,
@@ -124,29 +126,30 @@ def verify(
             dtype=dtype,
             shrink=shrink,
         )
-        asked = {"pool": pool, "title": file.name, "command": one.command, "progress": said}
-        report = in_one_piece(prove, one.case, **asked)
-    _show(remarked(report, one.small), as_json, html, verbose)
-    raise typer.Exit(_code(report))
+        options = {"pool": pool, "title": file.name, "command": one.command, "progress": progress}
+        report = in_one_piece(prove, one.case, **options)
+    _print_report(remarked(report, one.small), as_json, html, verbose)
+    raise typer.Exit(_exit_code(report))
 
 
-def _check_together(foreign: Foreign, of_schedule: Mapping[str, object]) -> None:
-    """Refuse options that would be passed over: a schedule's beside a program, or a program's."""
+def _check_options(foreign: Foreign, of_schedule: Mapping[str, object]) -> None:
+    """Refuse options that would be ignored: a schedule's for a program, or a program's for a
+    schedule."""
     if foreign.against is not None:
-        left = [word for word, value in of_schedule.items() if value]
+        ignored = [word for word, value in of_schedule.items() if value]
         what, help_ = "a schedule", "leave it out: ranks of a program are counted by `--ranks`"
     else:
-        left = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
+        ignored = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
         what, help_ = "a program", "name it: `--against program.py`; a schedule has `--mesh dp=4`"
-    if left:
-        bad_option(f"`--{left[0]}` is about {what}, and none is verified", help_)
+    if ignored:
+        bad_option(f"`--{ignored[0]}` is about {what}, and none is verified", help_)
 
 
-def _code(report: Report) -> int:
+def _exit_code(report: Report) -> int:
     return report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED
 
 
-def _judged(
+def _judge_program(
     file: Path | None,
     model: str | None,
     foreign: Foreign,
@@ -155,15 +158,15 @@ def _judged(
     timeout: float | None,
     as_json: bool,
 ) -> Report:
-    """The report of a program that was written elsewhere, against the original's file."""
+    """Return the report of a program that was written elsewhere, against the original's file."""
     from schedlang.passes.judge.judge import judge, posed
     from schedlang.passes.verify.spilled import unhoarded
     from schedlang.verbs.telling import Telling
 
-    unhoarded()  # this process is the verb's own
+    unhoarded()  # this process runs only this verb
     path = foreign.against
     assert path is not None
-    with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
+    with Telling(quiet=as_json) as progress, unchecked(timeout, as_json, progress.close):
         named = str(file) if file is not None else model
         given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
         one = posed(path, named, foreign.ranks, dtype=dtype, **given)
@@ -172,10 +175,10 @@ def _judged(
         words += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
         with one.pool() as pool:
             command = " ".join(words)
-            return judge(one.task, pool=pool, title=one.title, command=command, progress=said)
+            return judge(one.task, pool=pool, title=one.title, command=command, progress=progress)
 
 
-def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
+def _print_report(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
     from schedlang.report import WIDTH, lines, page
     from schedlang.verbs.inputs import write_asked
 

@@ -42,9 +42,9 @@ def why(
         )
     found = planned(file, common.model, common.knob, common.mesh)
     if name is not None:
-        said = rows(found.plan, found.tree, name)
+        text = rows(found.plan, found.tree, name)
     elif collective is None:
-        said = listed(accounted(found))
+        text = listed(accounted(found))
     else:
-        said = why_collective(found.plan, found.tree, accounted(found), collective)
-    show_json({"why": said.split("\n")}) if as_json else print(said)
+        text = why_collective(found.plan, found.tree, accounted(found), collective)
+    show_json({"why": text.split("\n")}) if as_json else print(text)

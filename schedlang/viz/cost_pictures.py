@@ -1,4 +1,4 @@
-"""Memory over a step, and what ranks send to each other in it, as SVG."""
+"""Pictures as SVG: memory over a step, and the bytes that ranks send to each other in a step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MOST = 64  # rows and columns
 Bytes = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
-# of the whole tensor, what each rank of a group of n gives each other one, times n: what goes from
-# one to the other when each part goes straight to those who need it; rings send as much in all,
-# but to neighbours.  A broadcast and a reduction go from and to each rank of their group in turn.
+# share of the full tensor that each rank of a group of n sends to each other rank, times n, if each
+# shard is sent directly to the ranks that need it; rings send equally much in all, but to
+# neighbours. A broadcast and a reduction are counted from and to each rank of the group in turn.
 SHARE = {
     "all-reduce": 2.0,
     "all-gather": 1.0,
@@ -47,11 +47,11 @@ SHARE = {
 
 @dataclass(frozen=True)
 class Pairs:
-    """Bytes that each block of neighbouring ranks sends to each, rows to columns.
+    """Bytes that each block of neighbouring ranks sends to each block, rows to columns.
 
-    each    ranks of a block; on the diagonal of larger ones is what stays among them
-    names   of the blocks: their coordinates on the axes that tell them apart
-    ranks   so many are in these blocks; others are left out
+    each    ranks of a block; the diagonal has what a block of several ranks sends inside itself
+    names   of the blocks: their coordinates on the axes that distinguish them
+    ranks   the number of ranks in these blocks; others are left out
     """
 
     bytes: Bytes
@@ -61,28 +61,28 @@ class Pairs:
 
 
 def pairs(mesh: Mesh, line: str, found: Iterable[Collective], most: int = MOST) -> Pairs:
-    """Add up what goes between ranks; `line` is the pipeline's axis, empty without one.
+    """Add up what ranks send to each other; `line` is the pipeline's axis, "" without one.
 
-    Ranks that agree on the slower axes stand together where there are more than `most`; where the
-    slowest alone is longer, the first `most` ranks are shown.
+    For more than `most` ranks, ranks that agree on the slower axes form a block; if the slowest
+    axis alone is longer, only the first `most` ranks are shown.
     """
-    each, axes = _blocks(mesh, most)
+    each, axes = _choose_blocks(mesh, most)
     count = min(most, mesh.world // each)
-    block = np.minimum(np.arange(mesh.world) // each, count)  # the last one is what is left out
+    block = np.minimum(np.arange(mesh.world) // each, count)  # the last one: ranks left out
     total = np.zeros((count + 1, count + 1))
-    alike: Counter[tuple[str, tuple[str, ...], frozenset[int] | None, int | None]] = Counter()
+    sums: Counter[tuple[str, tuple[str, ...], frozenset[int] | None, int | None]] = Counter()
     for one in found:
-        alike[one.kind, mesh.fold(one.axes), one.places, one.to] += one.total
-    for (kind, over, places, to), sent in alike.items():
+        sums[one.kind, mesh.fold(one.axes), one.places, one.to] += one.total
+    for (kind, over, places, to), sent in sums.items():
         groups = _groups(mesh, over, line, places)
         if to is not None:
-            target = _at_place(mesh, line, groups.ravel(), to)
-            total += sent * _counted(block[groups.ravel()], block[target], count + 1)
+            target = _ranks_at_place(mesh, line, groups.ravel(), to)
+            total += sent * _count_messages(block[groups.ravel()], block[target], count + 1)
         elif kind in SHARE:
-            total += sent * SHARE[kind] / groups.shape[1] * _everyone(block[groups], count + 1)
+            total += sent * SHARE[kind] / groups.shape[1] * _count_pairs(block[groups], count + 1)
         elif groups.shape[1] > 1:  # around a ring
             target = np.roll(groups, -1, axis=1).ravel()
-            total += sent * _counted(block[groups.ravel()], block[target], count + 1)
+            total += sent * _count_messages(block[groups.ravel()], block[target], count + 1)
     names = tuple(
         ", ".join(f"{axis}={mesh.coordinates(k * each)[axis]}" for axis in axes)
         for k in range(count)
@@ -90,8 +90,8 @@ def pairs(mesh: Mesh, line: str, found: Iterable[Collective], most: int = MOST) 
     return Pairs(total[:count, :count], names, each, count * each)
 
 
-def _blocks(mesh: Mesh, most: int) -> tuple[int, tuple[str, ...]]:
-    """Ranks of a block, and the axes on which blocks differ."""
+def _choose_blocks(mesh: Mesh, most: int) -> tuple[int, tuple[str, ...]]:
+    """Return the ranks of a block, and the axes that distinguish blocks."""
     sizes = [size for _, size in mesh.axes]
     if mesh.world > most:
         for kept in reversed(range(1, len(sizes))):
@@ -101,7 +101,8 @@ def _blocks(mesh: Mesh, most: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _groups(mesh: Mesh, over: tuple[str, ...], line: str, places: frozenset[int] | None) -> Ranks:
-    """The groups along some axes, a row each; only of ranks at these places of the pipeline."""
+    """Return the groups along some axes, one per row; only of ranks at these places of the
+    pipeline."""
     at = _coordinates(mesh)
     ranks = np.arange(mesh.world)
     if places is not None:
@@ -121,22 +122,23 @@ def _coordinates(mesh: Mesh) -> dict[str, Ranks]:
     return {name: place for (name, _), place in zip(mesh.axes, places)}
 
 
-def _at_place(mesh: Mesh, line: str, ranks: Ranks, to: int) -> Ranks:
-    """The rank at a place of the pipeline for each of some ranks, all else alike."""
+def _ranks_at_place(mesh: Mesh, line: str, ranks: Ranks, to: int) -> Ranks:
+    """Return, for each rank, the rank at another place of the pipeline and else equal
+    coordinates."""
     behind = math.prod(size for _, size in mesh.axes[list(mesh.sizes).index(line) + 1 :])
     here = _coordinates(mesh)[line][ranks]
     found: Ranks = ranks + (to - here) * behind
     return found
 
 
-def _counted(source: Ranks, target: Ranks, blocks: int) -> Bytes:
+def _count_messages(source: Ranks, target: Ranks, blocks: int) -> Bytes:
     """Count the messages from each block to each."""
     found = np.zeros((blocks, blocks))
     np.add.at(found, (source, target), 1.0)
     return found
 
 
-def _everyone(groups: Ranks, blocks: int) -> Bytes:
+def _count_pairs(groups: Ranks, blocks: int) -> Bytes:
     """Count the ordered pairs of different group members for each two blocks."""
     members = np.zeros((len(groups), blocks))
     np.add.at(members, (np.arange(len(groups))[:, None], groups), 1.0)
@@ -147,32 +149,32 @@ def _everyone(groups: Ranks, blocks: int) -> Bytes:
 # -- memory over a step ----------------------------------------------------------------------------
 
 
-# Okabe and Ito's colours; areas lie in the order of the legend, so that nobody needs to tell them
+# Okabe and Ito's colours; areas are in the order of the legend, which also identifies them
 COLOURS = dict(
     zip(CLASSES, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"), strict=True)
 )
 LEFT, WIDE, HIGH, GAP = 150.0, 900.0, 76.0, 34.0
 MOST_PANELS, MOST_POINTS = 4, 300
 NAMING = "one operation after the other: 0B2 is the backward (B) of microbatch 2 on stage 0"
-APART = 56.0  # points between two names below a panel
+APART = 56.0  # minimal points between two names below a panel
 
 
 def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str], int]:
-    """A panel for each of a few kinds of ranks, the fullest among them, from `y` down; its height.
+    """Draw a panel for each of a few kinds of ranks, the fullest included; return parts and height.
 
-    All have one scale of bytes, that of the fullest.  Of a long step neighbours stand together as
+    All panels have the scale of the fullest. In a long step neighbouring operations are merged into
     the highest of them.
     """
     top = heaviest(found)
     shown = list(found[:MOST_PANELS])
     shown = shown if top in shown else [*shown[:-1], top]
-    parts = [say(24, y, "bytes over a step", "t"), *_legend(y)]
+    parts = [say(24, y, "bytes over a step", "t"), *_memory_legend(y)]
     base = y + 12
     if any(_is_operation(moment.what) for one in shown for moment in one.moments):
         parts.append(say(LEFT, y + 18, NAMING, "s"))
         base += 14
     for one in shown:
-        parts += _panel(one, axis, base, top.peak)
+        parts += _draw_panel(one, axis, base, top.peak)
         base += round(HIGH + GAP)
     if len(shown) < len(found):
         parts.append(say(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s"))
@@ -180,21 +182,21 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
     return parts, base - y + 20
 
 
-def _legend(y: int) -> Iterator[str]:
+def _memory_legend(y: int) -> Iterator[str]:
     x = LEFT
     for name, fill in COLOURS.items():
         yield key(x, y, f'fill="{fill}"', name)
         x += 128
 
 
-def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
-    """One kind of ranks: areas, and where its peak is."""
+def _draw_panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
+    """Draw one kind of ranks: areas, and the place of the peak."""
     where = f"{axis}={one.place}" if one.place is not None else f"rank {one.first}"
     yield say(24, y + 14, where, "m")
     yield say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
     levels = [level for m in one.moments for level in (m.most, m.end)]
     run = -(-len(levels) // MOST_POINTS)
-    levels = _thinned(levels, run)
+    levels = _thin_out(levels, run)
     step, scale = WIDE / max(1, len(levels) - 1), HIGH / max(1, most)
     below = [0.0] * len(levels)
     for place, name in enumerate(CLASSES):
@@ -203,18 +205,17 @@ def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
             there = [*enumerate(above), *reversed([*enumerate(below)])]
             points = " ".join(f"{LEFT + k * step:.1f},{y + HIGH - v * scale:.1f}" for k, v in there)
             highest = max(level[place] for level in levels)
-            said = html.escape(f"{name}: at most {size(highest)}")
-            yield (
-                f'<polygon points="{points}" fill="{COLOURS[name]}"><title>{said}</title></polygon>'
-            )
+            tooltip = html.escape(f"{name}: at most {size(highest)}")
+            title = f"<title>{tooltip}</title>"
+            yield f'<polygon points="{points}" fill="{COLOURS[name]}">{title}</polygon>'
         below = above
     yield f'<path class="g" d="M{LEFT:.0f} {y + HIGH:.0f}h{WIDE:.0f}" fill="none"/>'
-    yield from _scales(one, y, most, [2 * k // run * step for k in range(len(one.moments))])
+    yield from _draw_scales(one, y, most, [2 * k // run * step for k in range(len(one.moments))])
 
 
-def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iterator[str]:
-    """Bytes at the left, names of operations below, and where the peak is; `places`: of each
-    moment, from the left."""
+def _draw_scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iterator[str]:
+    """Draw bytes at the left, names of operations below, and the peak; `places`: x of each
+    moment."""
     for level in (0, most):
         base = y + HIGH - level / max(1, most) * HIGH
         yield f'<path class="g" d="M{LEFT - 4:.0f} {base:.1f}h4"/>'
@@ -235,11 +236,11 @@ def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iter
 
 
 def _is_operation(what: str) -> bool:
-    """Tell whether a moment is an operation that computes, not a message or an end."""
+    """Return whether a moment is an operation that computes, not a message or the end."""
     return re.fullmatch(r"\d+[FBIW]\d+", what) is not None
 
 
-def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
+def _thin_out(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
     """Keep the largest sum of each run of neighbours."""
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
 
@@ -247,10 +248,10 @@ def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...
 # -- communication of a step -----------------------------------------------------------------------
 
 
-# one hue, from the ground's lightness away: told apart by lightness alone
+# one hue, away from the ground's lightness: distinguished by lightness alone
 LIGHT = ("#e3eef8", "#b5d4ea", "#7fb6dc", "#4b97cf")
 DARK = ("#15293b", "#1d4768", "#2a6c9f", "#6bb5e8")
-WORDS = ("#e6edf3", "#e6edf3", "#ffffff", "#111111")  # on the dark ones
+WORDS = ("#e6edf3", "#e6edf3", "#ffffff", "#111111")  # words on the dark shades
 STYLE = (
     "".join(f".p .h{k}{{fill:{fill}}}.p .w{k}{{fill:#111}}" for k, fill in enumerate(LIGHT))
     + ".p .c,.p .w{text-anchor:middle;font-size:11px}.p .w{font-size:10px}"
@@ -261,7 +262,7 @@ STYLE = (
 )
 MARGIN, HEAD, SIDE, CELL, WORDY = 24, 44, 420.0, 56.0, 50.0
 LIST, BAR, MOST_SORTS, SORT = 660, 430.0, 8, 32
-MOST_CELLS = 16  # rows and columns; beyond, cells are not told apart when pointed at
+MOST_CELLS = 16  # rows and columns; beyond this, cells have no tooltips
 Sort = tuple[str, str]  # kind, axes
 
 
@@ -279,7 +280,7 @@ class Matrix:
 
     @property
     def left(self) -> float:
-        """The left end of the first column: right of the names."""
+        """The left end of the first column, right of the names."""
         return max(96.0, MARGIN + 36 + 7.0 * self._longest)
 
     @property
@@ -288,7 +289,7 @@ class Matrix:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The bytes at which shades begin: equal steps of the logarithm from least to most."""
+        """The bytes at which shades begin, in equal steps of the logarithm from least to most."""
         there = self.sums.bytes[self.sums.bytes > 0]
         low, high = math.log(there.min()), math.log(there.max())
         count = len(LIGHT) if high - low > 0.7 else 1
@@ -296,32 +297,37 @@ class Matrix:
         return tuple(dict.fromkeys(edges))
 
     def shade(self, value: float) -> int:
-        """The shade of so many bytes."""
+        """Return the shade for a number of bytes."""
         lowest = len(LIGHT) - len(self.starts)
         return lowest + sum(value >= start for start in self.starts[1:])
 
     def every(self, room: int) -> int:
-        """Return the step between labels that need so many points."""
+        """Return the step between labels that need `room` points."""
         return math.ceil(room / self.cell)
 
 
 def between(view: View, y: int) -> tuple[list[str], int]:
-    """The matrix of ranks and the sorts of collectives, from `y` down; their height."""
+    """Draw the matrix of ranks and the sorts of collectives, from `y` down; return parts and
+    height."""
     plan, found = view.plan, view.account.collectives
     if not found or plan.mesh.world < 2:
         return [], 0
     sums = pairs(plan.mesh, plan.cuts[0].axis if plan.cuts else "", found)
     if not sums.bytes.any():
         return [], 0
-    drawn = Matrix(sums, y + HEAD)
-    sorts, low = _sorts(view, found, y)
-    parts = [say(MARGIN, y, "sent in a step", "t"), *_traffic_legend(drawn, y), *_names(drawn)]
-    parts += [*_cells(drawn), *sorts]
-    high = HEAD + drawn.cell * len(sums.names)
+    matrix = Matrix(sums, y + HEAD)
+    sorts, low = _draw_sorts(view, found, y)
+    parts = [
+        say(MARGIN, y, "sent in a step", "t"),
+        *_traffic_legend(matrix, y),
+        *_draw_names(matrix),
+    ]
+    parts += [*_draw_cells(matrix), *sorts]
+    high = HEAD + matrix.cell * len(sums.names)
     if sums.ranks < plan.mesh.world:
         high += 18
         words = f"the first {sums.ranks} of {plan.mesh.world} ranks"
-        parts.append(say(drawn.left, y + high - 4, words, "s"))
+        parts.append(say(matrix.left, y + high - 4, words, "s"))
     return parts, round(max(high, low)) + 34
 
 
@@ -333,7 +339,7 @@ def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
         x += 34 + 6.6 * len(words)
 
 
-def _names(drawn: Matrix) -> Iterator[str]:
+def _draw_names(drawn: Matrix) -> Iterator[str]:
     """Label rows and columns."""
     sums, wide = drawn.sums, drawn.cell
     whose = "a rank" if sums.each == 1 else f"{sums.each} ranks"
@@ -347,25 +353,25 @@ def _names(drawn: Matrix) -> Iterator[str]:
             yield say(drawn.left + middle, drawn.y - 5, str(place), "c")
 
 
-def _cells(drawn: Matrix) -> Iterator[str]:
-    """Cells of what is sent, with the bytes written on them where there is room."""
+def _draw_cells(drawn: Matrix) -> Iterator[str]:
+    """Draw the cells with traffic, with the bytes in them where there is room."""
     sums, wide = drawn.sums, drawn.cell
     side = wide * len(sums.names)
     yield box(drawn.left, drawn.y, f"{side:g}", f"{side:g}", "z")
     if len(sums.names) > MOST_CELLS:
-        yield from _runs(drawn)
+        yield from _draw_runs(drawn)
         return
     for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
         value = float(sums.bytes[row, column])
         x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
-        said, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
-        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=said)
+        tooltip, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
+        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=tooltip)
         if wide >= WORDY:
             yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
 
 
-def _runs(drawn: Matrix) -> Iterator[str]:
-    """Draw many ranks: neighbours of a shade as one piece, each shade as one path."""
+def _draw_runs(drawn: Matrix) -> Iterator[str]:
+    """Draw many ranks: neighbours of equal shade as one piece, each shade as one path."""
     wide, paths = drawn.cell, [""] * len(LIGHT)
     for row, values in enumerate(drawn.sums.bytes.tolist()):
         shades = enumerate(drawn.shade(value) if value else -1 for value in values)
@@ -378,11 +384,11 @@ def _runs(drawn: Matrix) -> Iterator[str]:
     yield from (f'<path class="h{k}" d="{path}"/>' for k, path in enumerate(paths) if path)
 
 
-def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:
+def _draw_sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:
     """Draw the collectives of the busiest rank as bars; return them and their height."""
     places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
     sums: dict[Sort, tuple[int, int]] = {}
-    for sort in dict.fromkeys(_sort(one) for one in found):
+    for sort in dict.fromkeys(_sort_of(one) for one in found):
         sums[sort] = max((_total(view.account.at(p), sort) for p in places), key=lambda s: s[1])
     shown = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST_SORTS]
     most = max(total for _, (_, total) in shown) or 1
@@ -398,10 +404,10 @@ def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], 
     return parts, 24 + (len(shown) + (rest > 0)) * SORT
 
 
-def _sort(one: Collective) -> Sort:
+def _sort_of(one: Collective) -> Sort:
     return one.kind, ", ".join(one.axes)
 
 
 def _total(found: Sequence[Collective], key: Sort) -> tuple[int, int]:
-    mine = [one for one in found if _sort(one) == key]
+    mine = [one for one in found if _sort_of(one) == key]
     return sum(one.count for one in mine), sum(one.total for one in mine)

@@ -1,4 +1,5 @@
-"""A difference of two plans, with what it costs, as Markdown for a pull request and as a page."""
+"""Differences of two plans, with their costs, as text, as Markdown for a pull request, and as a
+page."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """One row that is new (+), gone (-) or changed (~)."""
+    """One row that is added (+), removed (-) or changed (~)."""
 
     sign: str
     step: str
@@ -64,7 +65,7 @@ class Difference:
         return "\n".join([*lines, *self.facts]) or "no difference"
 
     def to_json(self) -> dict[str, object]:
-        """The same for machines."""
+        """Return plain values."""
         rows = [dataclasses.asdict(change) for change in self.changes]
         return {"changes": rows, "facts": list(self.facts)}
 
@@ -73,22 +74,22 @@ def compare(old: Plan, new: Plan) -> Difference:
     """Compare two plans: rows by step and verb, then mesh, knobs and grade."""
     before, after = list(old.actions), list(new.actions)
     for action in old.actions:
-        same = next((a for a in after if _key(a) == _key(action)), None)
+        same = next((a for a in after if _row_key(a) == _row_key(action)), None)
         if same is not None:
             before.remove(action)
             after.remove(same)
     changes: list[Change] = []
     for action in before:
-        match = next((a for a in after if _place(a) == _place(action)), None)
+        match = next((a for a in after if _place_key(a) == _place_key(action)), None)
         if match is None:
-            changes.append(_change("-", action, arguments_text(action.primitive)))
+            changes.append(_make_change("-", action, arguments_text(action.primitive)))
             continue
         after.remove(match)
-        changes.append(_change("~", match, ", ".join(_changed(action, match))))
-    changes += [_change("+", action, arguments_text(action.primitive)) for action in after]
+        changes.append(_make_change("~", match, ", ".join(_changed_arguments(action, match))))
+    changes += [_make_change("+", action, arguments_text(action.primitive)) for action in after]
     order = {name: place for place, name in enumerate(dict.fromkeys(_steps(old, new)))}
     changes.sort(key=lambda change: order[change.step])
-    return Difference(tuple(changes), tuple(_facts(old, new)))
+    return Difference(tuple(changes), tuple(_changed_facts(old, new)))
 
 
 def _steps(old: Plan, new: Plan) -> Iterator[str]:
@@ -96,32 +97,32 @@ def _steps(old: Plan, new: Plan) -> Iterator[str]:
         yield from (action.step for action in plan.actions)
 
 
-def _key(action: Action) -> object:
+def _row_key(action: Action) -> object:
     return action.step, action.primitive, action.sites
 
 
-def _place(action: Action) -> object:
+def _place_key(action: Action) -> object:
     return action.step, action.name, action.sites
 
 
-def _change(sign: str, action: Action, said: str) -> Change:
+def _make_change(sign: str, action: Action, said: str) -> Change:
     return Change(sign, action.step, action.sites, action.name, said)
 
 
-def _given(primitive: Primitive) -> dict[str, object]:
+def _arguments_of(primitive: Primitive) -> dict[str, object]:
     own = dataclasses.fields(primitive)  # type: ignore[arg-type]
     return {field.name: getattr(primitive, field.name) for field in own}
 
 
-def _changed(old: Action, new: Action) -> Iterator[str]:
-    """save: [linear] -> []"""
-    before, after = _given(old.primitive), _given(new.primitive)
+def _changed_arguments(old: Action, new: Action) -> Iterator[str]:
+    """Yield the changed arguments of a row: `save: [linear] -> []`."""
+    before, after = _arguments_of(old.primitive), _arguments_of(new.primitive)
     for name, value in after.items():
         if before[name] != value:
             yield f"{name}: {shown(before[name])} -> {shown(value)}"
 
 
-def _facts(old: Plan, new: Plan) -> Iterator[str]:
+def _changed_facts(old: Plan, new: Plan) -> Iterator[str]:
     if old.mesh != new.mesh:
         yield f"mesh {old.mesh} -> {new.mesh}"
     was = dict(old.decisions)
@@ -152,7 +153,7 @@ STYLE = (
 
 
 def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
-    """Tables that a pull request shows: what costs more or less, then action by action."""
+    """Format the difference as Markdown tables: changed costs, then action by action."""
     lines = [f"### `{names[0]}` → `{names[1]}`", ""]
     if not found:
         return "\n".join([*lines, "No difference: both do the same, and cost the same."])
@@ -165,8 +166,9 @@ def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     if found.changes:
         lines += ["", "| | step | where | verb | what |", "|---|---|---|---|---|"]
         lines += [
-            f"| **{one.sign}** {WORDS[one.sign]} | {_cell(one.step)} | `{_cell(one.where)}` "
-            f"| `{one.name}` | {_code(one.said)} |"
+            f"| **{one.sign}** {WORDS[one.sign]} | {_escape_cell(one.step)} "
+            f"| `{_escape_cell(one.where)}` "
+            f"| `{one.name}` | {_code_cell(one.said)} |"
             for one in found.changes
         ]
     lines += ["", *(f"* {fact}" for fact in found.facts)] if found.facts else []
@@ -175,28 +177,28 @@ def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
-def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text else ""
+def _code_cell(text: str) -> str:
+    return f"`{_escape_cell(text)}`" if text else ""
 
 
-def _cell(text: str) -> str:
-    """A text inside of a table."""
+def _escape_cell(text: str) -> str:
+    """Return a text escaped for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
-    """The same as one self-contained page."""
+    """Format the difference as one self-contained page."""
     title = f"{names[0]} → {names[1]}"
     body = [f"<h1>{html.escape(title)}</h1>"]
     if found:
-        body += [*_figures(costs), *_changes(found.changes)]
+        body += [*_cost_table(costs), *_change_table(found.changes)]
         body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
     return framed(title, STYLE, "\n".join(body) + "\n", 960)
 
 
-def _figures(costs: Iterable[Cost]) -> Iterator[str]:
+def _cost_table(costs: Iterable[Cost]) -> Iterator[str]:
     yield (
         '<table><tr><th>per rank and step</th><th class="n">before</th><th class="n">after</th>'
         '<th class="n">change</th></tr>'
@@ -209,7 +211,7 @@ def _figures(costs: Iterable[Cost]) -> Iterator[str]:
     yield "</table>"
 
 
-def _changes(changes: Iterable[Change]) -> Iterator[str]:
+def _change_table(changes: Iterable[Change]) -> Iterator[str]:
     yield "<table><tr><th></th><th>step</th><th>where</th><th>verb</th><th>what</th></tr>"
     for one in changes:
         word = WORDS[one.sign]

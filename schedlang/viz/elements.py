@@ -19,10 +19,10 @@ def sheet(
     corner: int = 0,
     at: tuple[int, int] | None = None,
 ) -> str:
-    """A picture as SVG text of so many points, on a ground of its own, with its style.
+    """Return a picture as SVG text of `wide` x `high` points, with its own ground and style.
 
-    `kind` is the class that the rules of `style` name, `label` what it shows in words, `corner` the
-    radius of its corners.  `at`: where it stands inside of another picture.
+    `kind` is the class in the rules of `style`, `label` the picture's description, `corner` the
+    radius of its corners. `at`: its position inside of another picture.
     """
     place = f' x="{at[0]}" y="{at[1]}"' if at is not None else ""
     size = f'width="{wide}" height="{high}"'
@@ -44,7 +44,7 @@ def box(
     look: str = "",
     title: str = "",
 ) -> str:
-    """A rectangle as SVG: its class, more attributes (`fill="#..."`), and what its tip says."""
+    """Return a rectangle as SVG: its class, more attributes (`fill="#..."`), and its tooltip."""
     named = f' class="{kind}"' if kind else ""
     names = zip(("x", "y", "width", "height"), (x, y, wide, high))
     lies = "".join(f' {name}="{_points(value)}"' for name, value in names)
@@ -57,13 +57,14 @@ def _points(value: Length) -> str:
 
 
 def say(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words as SVG, beginning at a point; `kind` is their class in the picture's style."""
+    """Return words as SVG, beginning at a point; `kind` is their class in the picture's style."""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{escape(words)}</text>'
 
 
 def key(x: float, y: float, look: str, words: str) -> str:
-    """One entry of a legend: a square with a look (`fill="#..."` or a class), and its words."""
+    """Return one entry of a legend: a square with a look (`fill="#..."` or a class), and its
+    words."""
     return f"{box(f'{x:.0f}', y - 10, 12, 12, look=look)}\n{say(x + 17, y, words)}"
 
 
@@ -75,9 +76,9 @@ DARK = "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}
 
 
 def framed(title: str, style: str, body: str, widest: int) -> str:
-    """A self-contained HTML page, light or dark as its reader has it; `body` is HTML.
+    """Return a self-contained HTML page, light or dark as the reader prefers; `body` is HTML.
 
-    `style` is that of the page beside its ground, words and margins; `widest` in points.
+    `style` is the page's own style; `widest` the page's width in points.
     """
     sheet = LIGHT.format(widest=widest) + DARK + style
     return (

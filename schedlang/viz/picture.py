@@ -1,4 +1,4 @@
-"""Printing of a plan from Python: as the verb `plan` shows it, or as its picture."""
+"""The picture of a plan as SVG or a page, and the printing of plans from Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH, ROW, MARGIN = 1120, 22, 24
 COLUMNS = {"name": 70, "class": 330, "layout": 490, "does": 700}
-MOST_OPS = 1000  # beyond this many operations the timeline shows its first ranks only
+MOST_OPS = 1000  # with more operations the timeline shows only its first ranks
 MOST_ROWS, MOST_BARS = 60, 8
 # Okabe and Ito's light colours first; every colour also has its number on it
 STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#a6761d", "#9ecae1")
@@ -44,7 +44,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Mark:
-    """The effect of the plan at one module; equal for modules that may be folded."""
+    """The effect of the plan at one module; modules with equal marks may be folded."""
 
     stages: tuple[int, ...]
     layouts: tuple[str, ...]
@@ -53,7 +53,7 @@ class Mark:
 
 
 def picture(view: View) -> str:
-    """The plan as SVG text."""
+    """Draw the plan as SVG text."""
     y = 44
     parts: list[str] = []
     for draw in (_head, _tree, _memory, _over_time, cost_pictures.between, _timeline):
@@ -65,7 +65,7 @@ def picture(view: View) -> str:
 
 
 def page(view: View) -> str:
-    """The picture as a page, with the plan's text below it."""
+    """Return the picture as a page, with the plan's text below it."""
     style = (
         ".wide{overflow:auto}.wide svg{width:100%;min-width:1010px;height:auto}"
         "pre{overflow:auto;font-size:12px}"
@@ -81,9 +81,9 @@ Drawn = tuple[list[str], int]
 def _head(view: View, y: int) -> Drawn:
     plan = view.plan
     mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
-    said = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
-    said += result(plan)
-    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, said, "s")], 48
+    subtitle = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
+    subtitle += result(plan)
+    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, subtitle, "s")], 48
 
 
 def _numel(view: View) -> int:
@@ -94,8 +94,8 @@ def _numel(view: View) -> int:
 
 
 def _tree(view: View, y: int) -> Drawn:
-    marks = _Marks(view)
-    rows = list(_rows(tree(view.plan.model, note=marks.at), 0, set()))
+    marks = _MarkFinder(view)
+    rows = list(_visible_rows(tree(view.plan.model, note=marks.at), 0, set()))
     shown = rows[:MOST_ROWS]
     parts = [
         say(x, y + 14, word, "s")
@@ -110,14 +110,14 @@ def _tree(view: View, y: int) -> Drawn:
     ]
     top = y + ROW
     for place, (depth, node, again) in enumerate(shown):
-        parts += _row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
+        parts += _draw_row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
     if len(rows) > len(shown):
         words = f"and {len(rows) - len(shown)} more modules"
         parts.append(say(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
     return parts, (len(shown) + 3) * ROW
 
 
-class _Marks:
+class _MarkFinder:
     """Finds what the plan does at each module."""
 
     def __init__(self, view: View) -> None:
@@ -136,7 +136,7 @@ class _Marks:
                     known.append(words)
 
     def at(self, fqn: str) -> Mark:
-        """The mark of a module."""
+        """Return the mark of a module."""
         units = self.view.account.stages
         inside = {s for u, s in units.items() if fqn == u or fqn.startswith(f"{u}.")}
         holds = {s for u, s in units.items() if not fqn or u.startswith(f"{fqn}.")}
@@ -152,9 +152,12 @@ class _Marks:
 Placed = tuple[int, Node, str]
 
 
-def _rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
-    """Modules worth a row; a block that is as one above, but for its stage, is not opened again."""
-    kind = node.class_name, tuple((child.name, _inside(child)) for child in node.children)
+def _visible_rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
+    """Yield the modules with a row of the picture.
+
+    A block equal to an earlier one, except for its stage, is not expanded again.
+    """
+    kind = node.class_name, tuple((child.name, _content_key(child)) for child in node.children)
     number = node.name.rpartition(".")[2].rpartition("..")[2].isdigit()
     again = bool(node.children) and number and kind in known
     yield depth, node, "as above" if again else ""
@@ -162,43 +165,43 @@ def _rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
     if again:
         return
     for child in node.children:
-        if child.numel or _done(child):
-            yield from _rows(child, depth + 1, known)
+        if child.numel or _has_effects(child):
+            yield from _visible_rows(child, depth + 1, known)
 
 
-def _done(node: Node) -> bool:
+def _has_effects(node: Node) -> bool:
     own = node.note
     assert isinstance(own, Mark)
-    return bool(own.does or own.sends) or any(_done(child) for child in node.children)
+    return bool(own.does or own.sends) or any(_has_effects(child) for child in node.children)
 
 
-def _inside(node: Node) -> object:
-    """Return what is done below a module, stages left out."""
+def _content_key(node: Node) -> object:
+    """Return a key of the plan's effects below a module, without stages."""
     own = node.note
     assert isinstance(own, Mark)
-    below = tuple((child.name, _inside(child)) for child in node.children)
+    below = tuple((child.name, _content_key(child)) for child in node.children)
     return node.class_name, own.layouts, own.sends, below if below else own.does
 
 
-def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator[str]:
+def _draw_row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator[str]:
     mark = node.note
     assert isinstance(mark, Mark)
     if shade:
         yield box(MARGIN, y, WIDTH - 2 * MARGIN, ROW, "z")
-    yield from _chips(mark.stages, y)
+    yield from _draw_stage(mark.stages, y)
     base = y + 15
     name = node.name if depth else node.class_name
     yield say(COLUMNS["name"] + depth * 16, base, name, "m")
     times = f" ×{node.count}" if node.count > 1 else ""
     yield say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
     if mark.layouts:
-        yield _typed(COLUMNS["layout"], base, mark.layouts[0])
+        yield _draw_layout(COLUMNS["layout"], base, mark.layouts[0])
     tied = [f"= {tensor.tied.rpartition('.')[0]}" for tensor in node.tensors if tensor.tied]
-    yield from _does(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
+    yield from _draw_effects(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
 
 
-def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
-    """Rows of the schedule in frames, then what follows from them."""
+def _draw_effects(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
+    """Draw rows of the schedule in frames, then what follows from them."""
     x = float(COLUMNS["does"])
     for words in does:
         wide = 6.65 * len(words) + 14
@@ -214,8 +217,8 @@ def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
         yield f"<g>{whole}{say(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
 
 
-def _chips(stages: Sequence[int], y: int) -> Iterator[str]:
-    """The stage of a module as a coloured number; several as a range without colour."""
+def _draw_stage(stages: Sequence[int], y: int) -> Iterator[str]:
+    """Draw the stage of a module as a coloured number; several stages as a range without colour."""
     if len(stages) > 1:
         yield say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
     for stage in stages[:1] if len(stages) == 1 else ():
@@ -224,8 +227,8 @@ def _chips(stages: Sequence[int], y: int) -> Iterator[str]:
         yield f'{chip}<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
 
 
-def _typed(x: int, y: int, words: str) -> str:
-    """A layout; axes that split it stand out."""
+def _draw_layout(x: int, y: int, words: str) -> str:
+    """Draw a layout, with the axes that split it highlighted."""
     cells = []
     for place, piece in enumerate(words.split("@")):
         if place:
@@ -240,7 +243,7 @@ def _typed(x: int, y: int, words: str) -> str:
 
 
 def _memory(view: View, y: int) -> Drawn:
-    """Bytes per rank as bars: parameters, gradients, optimizer state."""
+    """Draw the bytes per rank as bars: parameters, gradients, optimizer state."""
     classes = view.account.classes
     if not classes:
         return [], 0
@@ -253,7 +256,7 @@ def _memory(view: View, y: int) -> Drawn:
         parts.append(say(x, y, "activations not estimated", "s"))
     most = max(one.state for one in classes) or 1
     for place, one in enumerate(classes[:MOST_BARS]):
-        parts += _bar(view, one, y + 14 + place * 20, 560 / most)
+        parts += _draw_bar(view, one, y + 14 + place * 20, 560 / most)
     rest = len(classes) - MOST_BARS
     if rest > 0:
         parts.append(say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
@@ -261,7 +264,7 @@ def _memory(view: View, y: int) -> Drawn:
 
 
 def _over_time(view: View, y: int) -> Drawn:
-    """The estimate of the whole step, where it was made."""
+    """Draw the memory over the step, if it was estimated."""
     if not view.account.memory:
         return [], 0
     return cost_pictures.over_time(
@@ -269,7 +272,7 @@ def _over_time(view: View, y: int) -> Drawn:
     )
 
 
-def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
+def _draw_bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
     where = f"{view.plan.cuts[0].axis}={one.place}" if one.place is not None else f"{one.first}, .."
     ranks = f"{one.ranks} rank{'s' * (one.ranks > 1)}"
     yield say(MARGIN, y + 13, where, "m")
@@ -305,9 +308,9 @@ def _timeline(view: View, y: int) -> Drawn:
 # -- printing from Python --------------------------------------------------------------------------
 
 
-class _Printed:
+class _Printer:
     def text(self, plan: Plan) -> str:
-        """Return the text of the verb `plan`; activations, which need a batch, are left out."""
+        """Return the text of the verb `plan`, without activations, which need a batch."""
         return text(_view(plan), width=columns())
 
     def picture(self, plan: Plan) -> str:
@@ -321,4 +324,4 @@ def _view(plan: Plan) -> View:
     return view(plan, account(plan, None))
 
 
-PRINTED.append(_Printed())
+PRINTED.append(_Printer())

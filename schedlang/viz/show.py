@@ -1,4 +1,4 @@
-"""A plan as a value to print, and its text: rows folded over equal modules, with what they cost."""
+"""A plan prepared for printing, and its text: rows folded over equal modules, with their costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Effect:
-    """Collectives of one sort that a line brings, summed over its modules and microbatches."""
+    """Collectives of one sort caused by a line, summed over its modules and microbatches."""
 
     kind: str
     axes: tuple[str, ...]
@@ -42,7 +42,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Line:
-    """One row at modules that it treats alike.
+    """One row at modules that it treats equally.
 
     sign   `~` changed in place, `=` follows from another name of the same weight, `?` a check
     said   the layout of the parameters as a type, or the arguments of the row
@@ -74,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Step:
-    """The lines of one step; the name is empty outside of steps."""
+    """The lines of one step; the name is "" outside of steps."""
 
     name: str
     relaxed: tuple[str, ...]
@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True)
 class View:
-    """Everything that a printed plan shows; `text` renders it."""
+    """Everything that a printed plan shows; `text` formats it."""
 
     title: str
     plan: Plan = field(repr=False)
@@ -92,17 +92,17 @@ class View:
 
     @property
     def rows(self) -> int:
-        """Rows that change something."""
+        """The number of rows that change something."""
         return len({line.row for line in self._lines() if line.sign != "?"})
 
     @property
     def changes(self) -> int:
-        """Row by row, the modules changed."""
+        """The number of changed modules, summed over rows."""
         return sum(len(line.sites) for line in self._lines() if line.sign != "?")
 
     @property
     def checks(self) -> int:
-        """Rows that only check."""
+        """The number of rows that only check."""
         return len({line.row for line in self._lines() if line.sign == "?"})
 
     @property
@@ -111,7 +111,7 @@ class View:
         return ", ".join(sorted(self.plan.gives_up)) or "exact"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan's record and its account, and the lines as printed."""
+        """Return the plan's record and its account, and the lines as printed."""
         return {
             **record(self.plan),
             "title": self.title,
@@ -134,7 +134,7 @@ class View:
 
 
 def view(plan: Plan, account: Account, title: str = "", *, each: bool = False) -> View:
-    """The plan to be printed; with `each`, one line for each module."""
+    """Prepare the plan for printing; with `each`, one line for each module."""
     steps: list[Step] = []
     relaxed = dict(plan.relaxed)
     split: set[str] = set()  # parameters whose layout an earlier row has set
@@ -153,29 +153,29 @@ def _lines_of(
     plan: Plan, account: Account, action: Action, split: set[str], each: bool
 ) -> Iterator[Line]:
     def key(site: str) -> tuple[str, str]:
-        sign, said = _sign(plan, action, site, split), _said(plan, action, site)
-        return (sign, f"{said}\n{site}") if each else (sign, said)
+        sign, description = _sign_of(plan, action, site, split), _describe_row(plan, action, site)
+        return (sign, f"{description}\n{site}") if each else (sign, description)
 
     mine = [one for one in account.collectives or () if one.row == action.row]
     groups = alike(action.sites, key)
-    for place, ((_, (sign, said)), sites) in enumerate(groups.items()):
-        last = place == len(groups) - 1  # what belongs to none stands with the last
-        taken = [one for one in mine if last or _belongs(one, sites)]
-        mine = [one for one in mine if one not in taken]
+    for place, ((_, (sign, description)), sites) in enumerate(groups.items()):
+        last = place == len(groups) - 1  # collectives of no group go with the last
+        included = [one for one in mine if last or _is_at_modules(one, sites)]
+        mine = [one for one in mine if one not in included]
         yield Line(
             sign,
             pattern(sites, plan.model.sites),
             sites,
             action.name,
-            said.split("\n")[0],
+            description.split("\n")[0],
             action.row,
             _place(action),
-            _effects(taken),
+            _effects(included),
         )
 
 
-def _belongs(one: Collective, sites: Sequence[str]) -> bool:
-    """Tell whether a collective happens at these modules, below or above one."""
+def _is_at_modules(one: Collective, sites: Sequence[str]) -> bool:
+    """Return whether a collective happens at one of these modules, below or above it."""
     return any(
         one.fqn == site
         or not site
@@ -202,7 +202,7 @@ def _effects(found: Sequence[Collective]) -> tuple[Effect, ...]:
     return tuple(Effect(*key, count, size) for key, (count, size) in sums.items())
 
 
-def _sign(plan: Plan, action: Action, site: str, split: set[str]) -> str:
+def _sign_of(plan: Plan, action: Action, site: str, split: set[str]) -> str:
     if not action.acts:
         return "?"
     own = {fact.name for fact in plan.model.sites[site].parameters.values()}
@@ -211,7 +211,8 @@ def _sign(plan: Plan, action: Action, site: str, split: set[str]) -> str:
 
 
 def _tied_to(plan: Plan, site: str) -> str:
-    """The module whose weight this is another name of."""
+    """Return the module that owns the weight of this one under another name; "" if there is
+    none."""
     for local, fact in plan.model.sites[site].parameters.items():
         name = f"{site}.{local}" if site else local
         if fact.name != name:
@@ -219,7 +220,7 @@ def _tied_to(plan: Plan, site: str) -> str:
     return ""
 
 
-def _said(plan: Plan, action: Action, site: str) -> str:
+def _describe_row(plan: Plan, action: Action, site: str) -> str:
     """Describe a row at a module: a type where it changes a layout, else its arguments."""
     facts, shapes = plan.model.sites[site].parameters, action.changes(Facet.SHAPE)
     if shapes or action.changes(Facet.PLACEMENT):
@@ -228,15 +229,15 @@ def _said(plan: Plan, action: Action, site: str) -> str:
             return f"tied to {tied}"
         changed = [f for f in facts.values() if plan.layout(f.name) != Layout.whole(f.shape)]
         if changed:
-            return _type(plan, changed[0].name, padding=shapes)
+            return _type_text(plan, changed[0].name, padding=shapes)
         edges = plan.boundaries.get(site, ())
         if edges:
             return ", ".join(f"{e.show()} over {e.axis}" for e in edges)
     return arguments_text(action.primitive)
 
 
-def _type(plan: Plan, name: str, padding: bool = False) -> str:
-    """f32[768, 2304@tp]; with `padding`, f32[50257 -> 50304, 768]."""
+def _type_text(plan: Plan, name: str, padding: bool = False) -> str:
+    """Format a parameter as f32[768, 2304@tp]; with `padding`, f32[50257 -> 50304, 768]."""
     layout, dtype = plan.layout(name), short(plan.model.parameters[name].dtype)
     if not padding:
         return dtype + layout.show()
@@ -253,11 +254,11 @@ Row = tuple[str, ...]
 
 
 def text(view: View, *, each: bool = False, width: int | None = None) -> str:
-    """The plan as the terminal shows it; `each` shows all kinds of ranks, however many.
+    """Format the plan for a terminal; `each` shows all kinds of ranks.
 
-    Tables that are wider than `width` are laid out in more lines; None: they may be any width.
+    Tables wider than `width` are split over more lines; None: unlimited width.
     """
-    lines = [*wrapped(_head(view), width), ""]
+    lines = [*wrapped(_headline(view), width), ""]
     cells = [(step, [_cells(line) for line in step.lines]) for step in view.steps]
     lay = _layout([line for _, rows in cells for line in rows], width)
     for step, rows in cells:
@@ -272,7 +273,7 @@ def text(view: View, *, each: bool = False, width: int | None = None) -> str:
             *_fused(view, width),
             *_traffic(view, width),
             *_timeline(view, width or WIDTH),
-            *_foot(view, width),
+            *_footer(view, width),
         ]
     )
 
@@ -282,31 +283,33 @@ def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row
     wide = widths([row for line in lines for row in line])
     if width is None or sum(w + 2 for w in wide if w) <= width:
         return lambda line: [joined(row, wide) for row in line]
-    own = widths([_own(line) for line in lines])
+    own = widths([_without_collectives(line) for line in lines])
     sent = widths([row[5:8] for line in lines for row in line])
     narrow = sum(w + 2 for w in own if w) > width
     if narrow:
-        own = widths([_own(line)[:3] for line in lines])
+        own = widths([_without_collectives(line)[:3] for line in lines])
 
     def lay(line: list[Row]) -> list[str]:
-        first = _own(line)
+        first = _without_collectives(line)
         if narrow:
             head, rest = joined(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
             fits = len(head) + len(rest) + 2 <= width
-            said = [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+            printed = (
+                [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+            )
         else:
-            said = [joined(first, own)]
-        return said + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
+            printed = [joined(first, own)]
+        return printed + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
 
     return lay
 
 
-def _own(line: list[Row]) -> Row:
-    """A row without what it sends."""
+def _without_collectives(line: list[Row]) -> Row:
+    """Return the cells of a line without its collectives."""
     return (*line[0][:5], line[0][8])
 
 
-def _head(view: View) -> str:
+def _headline(view: View) -> str:
     plan = view.plan
     knobs = "   ".join(f"{name} = {shown(value)}" for name, value in plan.decisions)
     mesh = f"mesh {plan.mesh}" + (f" on {plan.mesh.device}" if plan.mesh.device else "")
@@ -324,7 +327,7 @@ def _count(count: int, word: str) -> str:
 
 
 def _cells(line: Line) -> list[Row]:
-    """The first row with the line's own words, then one for each further sort of collective."""
+    """Return the first row with the line's own cells, then one row for each further collective."""
     times = f"x{len(line.sites)}" if len(line.sites) > 1 else ""
     place = f":{line.place[1]}" if line.place[1] else ""
     effects = [_effect(effect) for effect in line.effects] or [("", "", "")]
@@ -348,7 +351,7 @@ def _table(rows: Sequence[Row], width: int | None, keys: int = 2) -> Iterator[st
 
 
 def _fused(view: View, width: int | None) -> Iterator[str]:
-    """Kernels and bytes of fused modules, as they are and as they will be."""
+    """Yield kernels and bytes of fused modules, before and after."""
     if not view.account.gains:
         return
     rows: list[Row] = [("kernels of one", "", "forward", "backward", "bytes moved")]
@@ -397,7 +400,7 @@ def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
 
 
 def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
-    """List the peak of each kind of rank, and what holds it."""
+    """Yield the peak of each kind of rank, by class of tensor."""
     memory = view.account.memory
     if memory is None:
         return
@@ -427,7 +430,7 @@ def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
 
 
 def _activations(view: View, one: RankClass) -> str:
-    """Return the most activations on these ranks."""
+    """Return the maximal activations of these ranks."""
     found = [m for m in view.account.memory or () if m.first == one.first]
     return size(found[0].activations) if found else ACTIVATIONS
 
@@ -437,7 +440,7 @@ def _where(view: View, place: int | None) -> str:
 
 
 def _traffic(view: View, width: int | None) -> Iterator[str]:
-    """Per place of the pipeline: times and bytes of each kind over each axis."""
+    """Yield, for each place of the pipeline, counts and bytes of each kind over each axis."""
     account = view.account
     if not account.collectives:
         if account.collectives is not None:
@@ -452,12 +455,14 @@ def _traffic(view: View, width: int | None) -> Iterator[str]:
     places = list(dict.fromkeys(one.place for one in account.classes or ()))
     for place in sorted(places, key=lambda p: p or 0):
         mine = account.at(place)
-        cells = [_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds]
-        rows.append((_where(view, place) or "each rank", *cells, _sum(mine)))
+        cells = [
+            _format_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds
+        ]
+        rows.append((_where(view, place) or "each rank", *cells, _format_sum(mine)))
     yield from _table(rows, width, keys=1)
 
 
-def _sum(found: Sequence[Collective]) -> str:
+def _format_sum(found: Sequence[Collective]) -> str:
     count, total = sum(one.count for one in found), sum(one.total for one in found)
     return f"{count}, {size(total)}" if count else "-"
 
@@ -475,14 +480,14 @@ def _timeline(view: View, width: int) -> Iterator[str]:
     yield ""
 
 
-def _foot(view: View, width: int | None) -> Iterator[str]:
+def _footer(view: View, width: int | None) -> Iterator[str]:
     yield f"result  {result(view.plan)}"
     for note in view.account.notes:
         yield from wrapped(f"note    {note}", width, more=" " * 8)
 
 
 def result(plan: Plan) -> str:
-    """Describe how far the result may be from the original's."""
+    """Describe how far the result may differ from the original's."""
     gives_up = sorted(plan.gives_up)
     if gives_up in ([], ["rounding"]):
         return f"equal to the original {equal('algebraic' if gives_up else 'exact')}"

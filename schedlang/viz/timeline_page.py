@@ -1,4 +1,4 @@
-"""Timelines as a page or a trace: planned, or measured beside the simulated one."""
+"""Timelines as an interactive page or a trace: planned, or measured beside the simulated one."""
 
 from __future__ import annotations
 
@@ -36,38 +36,39 @@ UNIT = 1000.0  # microseconds a unit of cost
 
 
 def trace(times: Timing | Mapping[str, Timing], unit: float = UNIT, *, flows: bool = True) -> str:
-    """Trace Event JSON, `unit` microseconds a unit of cost; several timings as named processes.
+    """Format timings as Trace Event JSON, `unit` microseconds per unit of cost.
 
-    A thread for each rank, and one for its copies; a complete event for each operation, an instant
-    one where it takes no time; arrows for the transfers between ranks (`flows`).
+    Several timings become named processes. A thread for each rank, and one for its copies; a
+    complete event for each operation, an instant event for one without duration; arrows for the
+    transfers between ranks (`flows`).
     """
     layers = {"pipeline": times} if isinstance(times, Timing) else times
     events: list[str] = []
     for process, (name, one) in enumerate(layers.items()):
-        events += _names(process, name, one)
-        events += _operations(process, one, unit)
+        events += _name_events(process, name, one)
+        events += _operation_events(process, one, unit)
         if flows:
-            events += _flows(process, one, unit)
+            events += _flow_events(process, one, unit)
     return '{"traceEvents": [\n' + ",\n".join(events) + '\n], "displayTimeUnit": "ms"}\n'
 
 
-def _names(process: int, name: str, times: Timing) -> Iterator[str]:
+def _name_events(process: int, name: str, times: Timing) -> Iterator[str]:
     t = times.timeline
-    yield _meta("process_name", process, 0, {"name": name})
-    yield _meta("process_sort_index", process, 0, {"sort_index": process})
+    yield _meta_event("process_name", process, 0, {"name": name})
+    yield _meta_event("process_sort_index", process, 0, {"sort_index": process})
     copied = np.unique(t.rank[np.isin(t.kind, COPIES)]).tolist()
     threads = [(rank, 2 * rank, f"rank {rank}") for rank in range(t.ranks)]
     threads += [(rank, 2 * rank + 1, f"rank {rank}, copies") for rank in copied]
-    for _, number, said in sorted(threads):
-        yield _meta("thread_name", process, number, {"name": said})
-        yield _meta("thread_sort_index", process, number, {"sort_index": number})
+    for _, number, title in sorted(threads):
+        yield _meta_event("thread_name", process, number, {"name": title})
+        yield _meta_event("thread_sort_index", process, number, {"sort_index": number})
 
 
-def _meta(what: str, process: int, thread: int, args: Mapping[str, object]) -> str:
+def _meta_event(what: str, process: int, thread: int, args: Mapping[str, object]) -> str:
     return json.dumps({"ph": "M", "name": what, "pid": process, "tid": thread, "args": args})
 
 
-def _operations(process: int, times: Timing, unit: float) -> Iterator[str]:
+def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]:
     t = times.timeline
     threads = 2 * t.rank + np.isin(t.kind, COPIES)
     chunk, most = levels(t), t.stages > t.ranks
@@ -88,8 +89,8 @@ def _operations(process: int, times: Timing, unit: float) -> Iterator[str]:
     for thread, kind, stage, micro, replica, part, version, level, start, took in zip(
         *(column.tolist() for column in columns)
     ):
-        name, said = words[kind]
-        args = f'"stage": {stage}, "microbatch": {micro}, "kind": "{said}"'
+        name, kind_word = words[kind]
+        args = f'"stage": {stage}, "microbatch": {micro}, "kind": "{kind_word}"'
         args += f', "replica": {replica}' if several else ""
         args += f', "slice": {part}' if sliced else ""
         args += f', "version": {version}' if version else ""
@@ -98,16 +99,17 @@ def _operations(process: int, times: Timing, unit: float) -> Iterator[str]:
         shape = f'"ph": "X", "dur": {took:.6g}' if took > 0 else '"ph": "i", "s": "t"'
         yield (
             f'{{{shape}, "pid": {process}, "tid": {thread}, "ts": {start:.9g}, '
-            f'"name": "{title}", "cat": "{said}", "args": {{{args}}}}}'
+            f'"name": "{title}", "cat": "{kind_word}", "args": {{{args}}}}}'
         )
 
 
-def _flows(process: int, times: Timing, unit: float) -> Iterator[str]:
-    """Arrows from just before the end of what makes to just after the start of what uses."""
+def _flow_events(process: int, times: Timing, unit: float) -> Iterator[str]:
+    """Yield arrows from just before the end of the producer to just after the start of the
+    consumer."""
     t = times.timeline
     made, used = dependencies(t)
-    apart = t.rank[made] != t.rank[used]
-    made, used = made[apart], used[apart]
+    crossing = t.rank[made] != t.rank[used]
+    made, used = made[crossing], used[crossing]
     took = times.end - times.start
     leaves = (times.end[made] - took[made] / 1000) * unit
     comes = (times.start[used] + took[used] / 1000) * unit
@@ -125,7 +127,7 @@ def _flows(process: int, times: Timing, unit: float) -> Iterator[str]:
 
 
 RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
-RATIOS = ("kept", "shares", "held", "slices", "inputs", "between")  # of a cost: no times
+RATIOS = ("kept", "shares", "held", "slices", "inputs", "between")  # of a cost: not times
 SHEET = (
     "form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
     "input[type=number]{width:5em}#frame,.wide{overflow:auto}#frame{margin:1em 0}"
@@ -140,10 +142,10 @@ SHEET = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A timeline that a page opens with, and the order or the file that it is of.
+    """A timeline that a page opens with, and its order or file.
 
-    axis  of the mesh, whose places the lanes are; none for an order by itself
-    unit  of the costs: "ms", or nothing where they are of no unit
+    axis  of the mesh, whose places the lanes are; "" for an order alone
+    unit  of the costs: "ms", or "" without a unit
     """
 
     order: str
@@ -153,23 +155,25 @@ class Shown:
 
 
 def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
-    """The page: every order at some sizes, and `shown`, with which it opens, at its own.
+    """Return the page: every order at some sizes, and `shown`, the initial one, at its own sizes.
 
-    Timelines are those of the registry, packed; the page's script only times and draws them.
-    Orders that look at costs are made for `cost`.
+    Timelines are those of the registry, packed; the page's script only times and draws them. Orders
+    that depend on costs are made for `cost`.
     """
     cost, unit = readable(cost, shown.unit if shown is not None else "")
     sizes = (shown.timeline.ranks, shown.timeline.microbatches) if shown is not None else None
-    entries = list(_entries(cost, sizes))
+    entries = list(_make_entries(cost, sizes))
     first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
     if shown is not None:
         t = shown.timeline
-        form = _form(shown.order, max(1, t.stages // t.ranks), t.slices)
-        mine = _entry(shown.order, t.microbatches, form, t)
-        mine["timeline"] |= _shares(t, cost)
+        form = _describe_variant(shown.order, max(1, t.stages // t.ranks), t.slices)
+        mine = _make_entry(shown.order, t.microbatches, form, t)
+        mine["timeline"] |= _weight_lists(t, cost)
         first = {key: mine[key] for key in first}
         entries = [mine, *(e for e in entries if any(e[key] != first[key] for key in first))]
-        entries.sort(key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _known(e) else -1)
+        entries.sort(
+            key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _is_registered(e) else -1
+        )
     book = {
         "entries": entries,
         "first": first,
@@ -181,11 +185,11 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         "looks": [asdict(look_of(kind)) for kind in Kind],
     }
     text = json.dumps(book, separators=(",", ":"))
-    return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
+    return _make_page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
 
 
 def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
-    """The same costs in a unit in which the largest is at least 1; as they are without a unit."""
+    """Return the costs in a unit in which the largest is at least 1; unchanged without a unit."""
     units = {"s": 1e3, "ms": 1.0, "µs": 1e-3, "ns": 1e-6}
     if unit not in units:
         return cost, unit
@@ -199,12 +203,12 @@ def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
 
 
 def rounded(value: Number) -> float:
-    """Round a value to the digits that a field of a page has room for."""
+    """Round a value to the digits that fit into a field of the page."""
     return float(f"{float(value):.5g}")
 
 
-def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
-    """Return the weights of stages and slices, where they are not all alike."""
+def _weight_lists(t: Timeline, cost: Cost) -> dict[str, list[float]]:
+    """Return the weights of stages and slices, where they are not all equal."""
     given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
     return {
         name: [float(x) for x in weights(values, count, name)]
@@ -213,20 +217,21 @@ def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
     }
 
 
-def _known(entry: dict[str, Any]) -> bool:
+def _is_registered(entry: dict[str, Any]) -> bool:
     return any(one.name == entry["order"] for one in ORDERS)
 
 
 def variants(known: Order) -> Iterator[tuple[int, int, str]]:
-    """(chunks, slices, name) of the forms in which an order is shown; none of a searched one."""
+    """Yield (chunks, slices, name) of the variants in which an order is shown; none of a searched
+    one."""
     if known.searched:
         return
     for chunks in known.chunks or CHUNKS:
         for slices in SLICES if known.sliced else (1,):
-            yield chunks, slices, _form(known.name, chunks, slices)
+            yield chunks, slices, _describe_variant(known.name, chunks, slices)
 
 
-def _form(name: str, chunks: int, slices: int) -> str:
+def _describe_variant(name: str, chunks: int, slices: int) -> str:
     """Describe what distinguishes a timeline from others of its order and sizes."""
     known = next((one for one in ORDERS if one.name == name), None)
     fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
@@ -235,9 +240,9 @@ def _form(name: str, chunks: int, slices: int) -> str:
     return ", ".join(words)
 
 
-def _entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
-    """Every order at the sizes offered, and at one of `also` (ranks, microbatches) if it is small,
-    where it has them."""
+def _make_entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """Yield every order at the offered sizes, and at `also` (ranks, microbatches) if that is
+    small."""
     sizes = list(product(RANKS, MICRO))
     if also is not None and also not in sizes and max(also) <= max(MICRO):
         sizes.append(also)
@@ -248,10 +253,10 @@ def _entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any
                     made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
                 except OrderError:
                     continue
-                yield _entry(known.name, micro, name, made)
+                yield _make_entry(known.name, micro, name, made)
 
 
-def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
+def _make_entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
     return {
         "order": name,
         "ranks": timeline.ranks,
@@ -261,7 +266,7 @@ def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str,
     }
 
 
-def _page(data: str, shown: Shown | None, unit: str) -> str:
+def _make_page(data: str, shown: Shown | None, unit: str) -> str:
     title = f"{shown.order}: timeline" if shown else "timelines"
     script = resources.files("schedlang.viz").joinpath("page.js").read_text()
     selects = "".join(
@@ -307,7 +312,7 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
 # -- a timeline as a few short strings, which the page's script reads ------------------------------
 
 
-FIRST = 40  # the character of zero: printable, and no quote or ampersand is below it
+FIRST = 40  # the character of zero: printable, above quotes and the ampersand
 PACKED = {
     "kind": 0,
     "stage": 0,
@@ -320,12 +325,12 @@ PACKED = {
 
 
 def packed(timeline: Timeline) -> dict[str, Any]:
-    """The compute rows of a timeline: one character a row and column.
+    """Pack the compute rows of a timeline: one character per row and column.
 
-    Columns that say nothing are left out. `rows` counts those of each rank, `edges` is left out for
-    a chain of stages, `copies` are the kinds that run beside the computing of their rank, `peak`
-    what each rank holds at most, in microbatches of one rank's share. `extra` are the pairs (made,
-    used) that do not follow from the stages' edges, without a transfer: what a reader must be told.
+    Columns with only default values are left out. `rows` counts those of each rank, `edges` is left
+    out for a chain of stages, `copies` are the kinds that run beside the computation of their rank,
+    `peak` is the maximum of each rank, in microbatches of one rank's share. `extra` are the pairs
+    (made, used) that do not follow from the stages' edges, without a transfer.
     """
     t = timeline.compute()
     found: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
@@ -338,17 +343,17 @@ def packed(timeline: Timeline) -> dict[str, Any]:
         found["edges"] = t.edges
     if np.isin(t.kind, COPIES).any():
         found["copies"] = COPIES
-    if extra := _extra(t):
+    if extra := _extra_pairs(t):
         found["extra"] = extra
     return found
 
 
-def _extra(t: Timeline) -> list[tuple[int, int]]:
-    """Pairs on one rank that its order does not imply, and those of barriers."""
+def _extra_pairs(t: Timeline) -> list[tuple[int, int]]:
+    """Return pairs on one rank that its order does not imply, and those of barriers."""
     made, used = dependencies(t)
     copies = np.isin(t.kind, COPIES)
-    told = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
-    pairs = [(made[told], used[told])]
+    explicit = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
+    pairs = [(made[explicit], used[explicit])]
     if (t.kind == Kind.BARRIER).any():
         pairs += barriers(t, copies)
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
@@ -367,20 +372,21 @@ MEASURED_SHEET = (
 
 
 def measured_svg(found: Measured, title: str, who: str = "rank ") -> str:
-    """Each rank's planned bars, and the measured ones under them; `who` names a lane, as `pp=`."""
+    """Draw each rank's planned bars, and the measured ones below; `who` names a lane, such as
+    `pp=`."""
     layers = {"planned": found.planned, "measured": found.times}
     words = " · ".join((title, *found.text().split("   ")))
     return drawn(layers, title=words, widest=WIDEST, unit=float("inf"), who=who)
 
 
 def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
-    """The picture as a self-contained page, with the figures and the means below it."""
+    """Return the picture as a self-contained page, with the figures and the means below it."""
     value = found.to_json()
     names = ("makespan", "makespan_bubble", "rank_span", "bubble")
     words = ("step of the pipeline", "its bubble", "longest rank", "its bubble")
     rows = "".join(
-        f"<tr><td>{word}</td><td>{_said(name, value['measured'][name])}</td>"
-        f"<td>{_said(name, value['simulated'][name])}</td></tr>"
+        f"<tr><td>{word}</td><td>{_format_figure(name, value['measured'][name])}</td>"
+        f"<td>{_format_figure(name, value['simulated'][name])}</td></tr>"
         for name, word in zip(names, words)
     )
     means = "".join(
@@ -400,10 +406,10 @@ def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
 
 
 def measured_trace(found: Measured) -> str:
-    """Both as processes of one trace for Perfetto; `pipeline` holds the figures."""
+    """Return both timings as processes of one Perfetto trace; `pipeline` holds the figures."""
     text = trace({"planned": found.planned, "measured": found.times}, MICROSECONDS)
     return text.rstrip()[:-1] + f', "pipeline": {json.dumps(found.to_json())}}}\n'
 
 
-def _said(name: str, value: float) -> str:
+def _format_figure(name: str, value: float) -> str:
     return f"{value:.2%}" if "bubble" in name else f"{value * 1e3:.2f} ms"

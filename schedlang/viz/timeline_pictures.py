@@ -18,9 +18,9 @@ from schedlang.viz.elements import box, say, sheet
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a kind of operation: its colour, its name in words, and its mark.
+    """The look of a kind of operation: its colour, its name, and the mark of one without duration.
 
-    Operations that take no time are marks, drawn upwards or downwards from the middle of a lane.
+    Marks are drawn upwards or downwards from the middle of a lane.
     """
 
     fill: str = "#a0a0a0"
@@ -29,7 +29,7 @@ class Look:
 
 
 UP, DOWN = "M{x} {a}l5 9h-10z", "M{x} {b}l5 -9h-10z"
-# Okabe and Ito's palette; F, B, I and W are apart in lightness or hue for every kind of sight
+# Okabe and Ito's palette; F, B, I and W differ in lightness or hue, also for colour-blind readers
 LOOKS = {
     Kind.F: Look("#56b4e9", "forward"),
     Kind.B: Look("#e69f00", "backward"),
@@ -45,16 +45,16 @@ LOOKS = {
     Kind.STEP: Look("#f0f0f0", "update", "M{x} {a}l6 7l-6 7l-6 -7z"),
     Kind.BARRIER: Look(word="barrier", shape="M{x} {top}v22"),
 }
-FAINTEST = 0.5  # how much of its colour the last stage of a rank has; the rest is white
+FAINTEST = 0.5  # share of its colour in the last stage of a rank; the rest is white
 
 
 def look_of(kind: Kind) -> Look:
-    """The look of a kind; one of no colour of its own is called by its name."""
+    """Return the look of a kind; a kind without a colour of its own has its name as words."""
     return LOOKS.get(kind) or Look(word=kind.name.lower())
 
 
 def levels(timeline: Timeline) -> NDArray[np.int64]:
-    """Return each row's level: its stage's number among those that its rank runs of its replica."""
+    """Return each row's level: the index of its stage among those of its rank and replica."""
     t = timeline
     level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
     for replica, row in enumerate(t.homes):
@@ -67,9 +67,9 @@ def levels(timeline: Timeline) -> NDArray[np.int64]:
 
 
 def shaded(kind: Kind, level: int, most: int) -> str:
-    """The colour of a block: the first stage of a rank is full, later ones are fainter.
+    """Return the colour of a block: full for the first stage of a rank, fainter for later ones.
 
-    Mixed with white in the dark as well: what is written on it is dark on either ground.
+    Mixed with white in dark mode, too: the dark words on it stay readable.
     """
     part = 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
     full = (int(look_of(kind).fill[k : k + 2], 16) for k in (1, 3, 5))
@@ -77,7 +77,7 @@ def shaded(kind: Kind, level: int, most: int) -> str:
 
 
 def label(microbatch: int, part: int, slices: int) -> str:
-    """Return the label of a block: the microbatch, and the slice where it has several."""
+    """Return the label of a block: the microbatch, and the slice if there are several."""
     return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
 
 
@@ -90,7 +90,7 @@ def named(
     part: int,
     version: int,
 ) -> str:
-    """An operation in words, as little as tells it from others."""
+    """Describe an operation with the words that distinguish it from others."""
     if Kind(kind) in (Kind.STEP, Kind.BARRIER):
         text = f"{look_of(Kind(kind)).word}, stage {stage}"
     else:
@@ -110,10 +110,10 @@ END = "\x1b[0m"
 
 
 def bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
-    """One line per rank: each cell has the letter of what its rank does in the middle of it.
+    """Draw one line per rank: each cell has the letter of the operation in the middle of the cell.
 
-    Where an operation is wide enough its microbatch follows the letter. Of many ranks the middle
-    ones are left out. `colour`: as in the other pictures; letters tell all of it without.
+    A wide operation also has its microbatch. Of many ranks the middle ones are left out. `colour`:
+    as in the other pictures; the letters suffice without it.
     """
     t = times.timeline
     head = len(f"rank {t.ranks - 1} ")
@@ -142,7 +142,7 @@ def _bar(
     cells: int,
     colour: bool,
 ) -> Iterator[str]:
-    """Runs of cells that belong to one operation, or to none."""
+    """Yield runs of cells that belong to one operation, or to none."""
     middle = np.arange(cells) + 0.5
     place = np.searchsorted(end, middle, side="right") if len(rows) else np.zeros(cells, int)
     there = place < len(rows)
@@ -157,10 +157,10 @@ def _bar(
         kind = Kind(int(t.kind[row]))
         words = kind.name[0] + str(int(t.microbatch[row]))
         words = words if len(words) < high - low else kind.name[0]
-        yield _painted(words.ljust(high - low, "-"), kind, colour)
+        yield _paint(words.ljust(high - low, "-"), kind, colour)
 
 
-def _painted(text: str, kind: Kind, colour: bool) -> str:
+def _paint(text: str, kind: Kind, colour: bool) -> str:
     if not colour:
         return text
     red, green, blue = (int(look_of(kind).fill[k : k + 2], 16) for k in (1, 3, 5))
@@ -169,7 +169,7 @@ def _painted(text: str, kind: Kind, colour: bool) -> str:
 
 def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
     kinds: Sequence[int] = np.unique(t.kind[times.end > times.start]).tolist()
-    words = [f"{_painted(Kind(k).name[0], Kind(k), colour)} {look_of(Kind(k)).word}" for k in kinds]
+    words = [f"{_paint(Kind(k).name[0], Kind(k), colour)} {look_of(Kind(k)).word}" for k in kinds]
     return " " * head + "   ".join([*words, f"{IDLE} idle"])
 
 
@@ -177,7 +177,7 @@ def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
 
 
 ROW, BLOCK, UNIT_WIDTH, LEFT, TOP = 26, 22, 24.0, 58, 30
-MOST_BLOCKS = 4000  # beyond this many, blocks of a kind are one path without words
+MOST_BLOCKS = 4000  # with more, blocks of a kind are one path without words
 STYLE = (
     ".t text{font:11px system-ui,sans-serif;fill:#1f2328}.t .op{fill:#111;text-anchor:middle}"
     ".t .lane{fill:#eef1f4}.t rect.b,.t path.b{stroke:#fff;stroke-width:.7}"
@@ -201,7 +201,7 @@ def svg(timeline: Timeline, **look: Any) -> str:
 
 
 def height(lanes: int, layers: int = 1) -> int:
-    """Return the points from top to bottom of a picture of so many ranks."""
+    """Return the height in points of a picture of this number of ranks."""
     return TOP + lanes * _step(layers) + 26
 
 
@@ -220,15 +220,15 @@ def drawn(
     who: str = "rank ",
     at: tuple[int, int] | None = None,
 ) -> str:
-    """Timings of one pipeline, each rank's bars under each other and named, as SVG text.
+    """Draw timings of one pipeline as SVG text: each rank's bars below each other, with names.
 
-    A block is named by its microbatch (and slice). On a rank with several stages later stages are
-    fainter; blocks of the second replica are hatched. Operations that take no time are marks:
-    a triangle up where activations leave, down where they come back, a diamond for an update.
-    A unit of cost is `unit` points wide, or less where all would be more than `widest`. `ranks`:
-    only the first so many are drawn, at their times among all. `transfers`: lines from where a
-    value is made to where it is used. `who`: what stands before a lane's number, as `pp=`.
-    `at`: where the picture stands inside of another one.
+    A block has its microbatch (and slice) as its label. On a rank with several stages later stages
+    are fainter; blocks of the second replica are hatched. Operations without duration are marks: a
+    triangle up where activations leave, down where they come back, a diamond for an update. A unit
+    of cost is `unit` points wide, less if the picture would be wider than `widest`. `ranks`: draw
+    only the first ranks, at their times among all. `transfers`: lines from the producer of a value
+    to its consumer. `who`: the text before a lane's number, such as `pp=`. `at`: the position
+    inside of another picture.
     """
     first = next(iter(layers.values()))
     lanes = first.timeline.ranks if ranks is None else min(ranks, first.timeline.ranks)
@@ -243,17 +243,17 @@ def drawn(
         tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
         for rank, y in enumerate(tops):
             lane = f"{who}{rank}" if not place else ""
-            parts += _lane(lane, name, y, left, end * scale)
-        parts += _layer(times, scale, tops, left)
-        parts += _lines(times, scale, tops, left) if transfers else ()
+            parts += _draw_lane(lane, name, y, left, end * scale)
+        parts += _draw_layer(times, scale, tops, left)
+        parts += _draw_transfers(times, scale, tops, left) if transfers else ()
     kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))
     several = first.timeline.replicas > 1
-    parts += _legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
+    parts += _draw_legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
     wide, high = round(left + end * scale + 10), height(lanes, len(layers))
     return sheet("t", wide, high, text, STYLE, parts, at=at)
 
 
-def _lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
+def _draw_lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
     if who:
         yield say(4, y + 16, who)
     if name:
@@ -261,14 +261,14 @@ def _lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
     yield box(left, y, wide, BLOCK, "lane")
 
 
-def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
-    """Blocks first, then marks above them."""
+def _draw_layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """Draw the blocks, then the marks above them."""
     t = times.timeline
     seen = (times.end > times.start) & (t.rank < len(tops))
     if np.count_nonzero(seen) > MOST_BLOCKS:
-        yield from _paths(times, scale, tops, left)
+        yield from _draw_paths(times, scale, tops, left)
     else:
-        yield from _blocks(times, scale, tops, left)
+        yield from _draw_blocks(times, scale, tops, left)
     marks = np.flatnonzero((times.end <= times.start) & (t.rank < len(tops)))
     for row in marks.tolist():
         kind = Kind(int(t.kind[row]))
@@ -276,16 +276,16 @@ def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
             continue
         y, x = tops[int(t.rank[row])], left + float(times.start[row]) * scale
         shape = look_of(kind).shape.format(x=f"{x:.1f}", a=y + 4, b=y + 18, top=y)
-        title = f"<title>{_title(t, row)}</title>"
+        title = f"<title>{_block_title(t, row)}</title>"
         yield f'<path class="k" d="{shape}" fill="{look_of(kind).fill}">{title}</path>'
 
 
-def _title(t: Timeline, row: int) -> str:
+def _block_title(t: Timeline, row: int) -> str:
     names = ("kind", "stage", "replica", "microbatch", "slice", "version")
     return named(t, *(int(getattr(t, name)[row]) for name in names))
 
 
-def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+def _draw_blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
     t, level = times.timeline, levels(times.timeline)
     most, slices = int(level.max(initial=0)), t.slices
     columns = (t.rank, t.kind, t.replica, t.microbatch, t.slice, level, times.start, times.end)
@@ -297,7 +297,7 @@ def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iter
             continue
         x, y = left + start * scale, tops[rank]
         look = f'fill="{shaded(Kind(kind), high, most)}"'
-        yield box(x, y, wide, BLOCK, "b", look, _title(t, row))
+        yield box(x, y, wide, BLOCK, "b", look, _block_title(t, row))
         if replica:
             yield box(x, y, wide, BLOCK, look='fill="url(#replica)" pointer-events="none"')
         words = label(microbatch, part, slices)
@@ -305,8 +305,9 @@ def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iter
             yield f'<text class="op" x="{x + wide / 2:.1f}" y="{y + 15}">{words}</text>'
 
 
-def _paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
-    """All blocks of one kind, stage's place and replica as one path: large timelines stay small."""
+def _draw_paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """Draw all blocks of one kind, level and replica as one path, so that large timelines stay
+    small."""
     t, level = times.timeline, levels(times.timeline)
     most = int(level.max(initial=0))
     shown = (times.end > times.start) & (t.rank < len(tops))
@@ -323,13 +324,13 @@ def _paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
             yield f'<path d="{path}" fill="url(#replica)"/>'
 
 
-def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
-    """Transfers between ranks, from the end of what makes to the start of what uses."""
+def _draw_transfers(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """Draw transfers between ranks, from the end of the producer to the start of the consumer."""
     t = times.timeline
     made, used = dependencies(t)
-    apart = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
+    crossing = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
     found: dict[str, list[str]] = {"way": [], "way back": []}
-    for a, b in zip(made[apart].tolist(), used[apart].tolist()):
+    for a, b in zip(made[crossing].tolist(), used[crossing].tolist()):
         kind = "way" if t.kind[a] == Kind.F else "way back"
         x1, x2 = left + float(times.end[a]) * scale, left + float(times.start[b]) * scale
         y1, y2 = tops[int(t.rank[a])], tops[int(t.rank[b])]
@@ -340,7 +341,7 @@ def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
             yield f'<path class="{kind}" d="{"".join(lines)}"/>'
 
 
-def _legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
+def _draw_legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
     x = float(left)
     for kind in kinds:
         yield box(f"{x:.0f}", y, 12, 12, look=f'fill="{look_of(kind).fill}"')

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter of a module: its shape with the names of its dims, and what it is tied to."""
+    """One parameter of a module: its shape with the names of its dims, and its tie."""
 
     name: str
     dtype: str
@@ -33,17 +33,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """A module, or a run of equal ones: `path` is that of the first, `name` shows them all."""
+    """A module, or a run of equal ones: `path` is the first one's, `name` covers all."""
 
     name: str
     path: str
     class_name: str
     count: int
-    numel: int  # of one of them, with all below, each tensor once
+    numel: int  # of one module and all below, each tensor once
     tensors: tuple[Tensor, ...]
     children: tuple[Node, ...]
-    note: object = None  # what else must be equal for modules to be folded
-    cut: bool = False  # it holds modules that are not shown
+    note: object = None  # must also be equal for modules to be folded
+    cut: bool = False  # it contains modules that are not shown
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -63,9 +63,9 @@ class Node:
 def tree(
     facts: ModelFacts, *, each: bool = False, note: Callable[[str], object] = lambda fqn: None
 ) -> Node:
-    """The tree of a model; with `each`, repeated blocks one by one.
+    """Return the tree of a model; with `each`, repeated blocks one by one.
 
-    Only blocks of equal `note(fqn)`, their own and those of all modules below, are folded.
+    Only blocks with equal `note(fqn)`, of the block and of all modules below, are folded.
     """
     return _node(facts, facts.sites[""], facts.class_name, each, note)
 
@@ -75,7 +75,7 @@ def _node(
 ) -> Node:
     prefix = f"{site.fqn}." if site.fqn else ""
     made = [_node(facts, facts.sites[prefix + c], c, each, note) for c in site.children]
-    children = tuple(_joined(child) for child in (made if each else _runs(made)))
+    children = tuple(_join_only_child(child) for child in (made if each else _fold_runs(made)))
     tensors = tuple(_tensor(facts, site, n, fact) for n, fact in site.parameters.items())
     count = facts.numel(site.fqn)
     return Node(name, site.fqn, site.class_name, 1, count, tensors, children, note(site.fqn))
@@ -88,14 +88,14 @@ def _tensor(facts: ModelFacts, site: Site, name: str, fact: ParameterFact) -> Te
     return Tensor(name, fact.dtype, fact.shape, dims, tied, fact.requires_grad)
 
 
-def _kind(node: Node) -> object:
-    """Equal for modules that are alike in all that is shown."""
-    kinds = tuple((_kind(child), child.name, child.count) for child in node.children)
+def _node_key(node: Node) -> object:
+    """Return a key that is equal for modules that look equal in the tree."""
+    kinds = tuple((_node_key(child), child.name, child.count) for child in node.children)
     return node.class_name, node.tensors, node.note, kinds
 
 
-def _runs(nodes: Sequence[Node]) -> Iterator[Node]:
-    """Numbered children that are alike and follow each other, as one."""
+def _fold_runs(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes, with runs of equal, consecutively numbered children folded into one."""
     run: list[Node] = []
     for node in [*nodes, None]:
         if run and node and _continues(run, node):
@@ -108,7 +108,11 @@ def _runs(nodes: Sequence[Node]) -> Iterator[Node]:
 
 def _continues(run: Sequence[Node], node: Node) -> bool:
     numbers = run[-1].name.isdigit() and node.name.isdigit()
-    return numbers and int(node.name) == int(run[-1].name) + 1 and _kind(run[-1]) == _kind(node)
+    return (
+        numbers
+        and int(node.name) == int(run[-1].name) + 1
+        and _node_key(run[-1]) == _node_key(node)
+    )
 
 
 def _fold(run: Sequence[Node]) -> Node:
@@ -118,52 +122,53 @@ def _fold(run: Sequence[Node]) -> Node:
     return replace(first, name=f"{first.name}..{run[-1].name}", count=len(run))
 
 
-def _joined(node: Node) -> Node:
-    """A container whose only child is a run, as that run: `h.0..11`."""
+def _join_only_child(node: Node) -> Node:
+    """Return a container with a run as its only child as that run: `h.0..11`."""
     if len(node.children) != 1 or node.children[0].count == 1 or node.tensors or node.count > 1:
         return node
     return replace(node.children[0], name=f"{node.name}.{node.children[0].name}")
 
 
 def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
-    """The tree for a terminal, `depth` levels of it: what lies below is counted.
+    """Format the tree for a terminal, `depth` levels of it; modules below are only counted.
 
-    Where lines are longer than `width`, parameters stand below their module.
+    If a line is longer than `width`, parameters are printed below their module.
     """
-    rows = list(_rows(root if depth is None else _cut(root, depth), "", ""))
+    rows = list(_tree_rows(root if depth is None else _cut_depth(root, depth), "", ""))
     left = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
     lines = []
-    for before, label, said in rows:
-        line = f"{before.ljust(left)}  {label.ljust(middle)}  {said}".rstrip()
+    for before, label, details in rows:
+        line = f"{before.ljust(left)}  {label.ljust(middle)}  {details}".rstrip()
         if width is not None and len(line) > width:
             stem = before[: len(before) - len(before.lstrip("│├└─ "))]
-            if before != stem:  # a module, and not a further parameter of one
+            if before != stem:  # a module's first line, not a further parameter
                 lines.append(f"{before.ljust(left)}  {label}".rstrip())
-            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {said}"
+            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {details}"
         lines.append(line)
     return "\n".join(lines)
 
 
-def _cut(node: Node, depth: int) -> Node:
-    """A node without what lies more than `depth` levels below it; a run counts its own path."""
-    children = tuple(_cut(child, depth - 1) for child in node.children) if depth > 0 else ()
+def _cut_depth(node: Node, depth: int) -> Node:
+    """Return a node without modules more than `depth` levels below it; a run counts its own
+    path."""
+    children = tuple(_cut_depth(child, depth - 1) for child in node.children) if depth > 0 else ()
     return replace(node, children=children, cut=bool(node.children) and not children)
 
 
-def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
+def _tree_rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
     from schedlang.diagnostics.tables import number
 
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if here or below else ""
-    said = [str(tensor) for tensor in node.tensors]
+    lines = [str(tensor) for tensor in node.tensors]
     if not node.tensors and (node.children or node.cut):
-        said = [f"{number(node.numel)} parameters" + (" each" if times else "")]
-    for place, words in enumerate(said or [""]):
+        lines = [f"{number(node.numel)} parameters" + (" each" if times else "")]
+    for place, words in enumerate(lines or [""]):
         yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
     for place, child in enumerate(node.children):
         last = place == len(node.children) - 1
-        yield from _rows(
+        yield from _tree_rows(
             child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  ")
         )
 

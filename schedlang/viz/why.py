@@ -1,4 +1,4 @@
-"""Reasons for the communication of a plan: one kind of collective, its row, and the reason."""
+"""Reasons: the rows that act on a module, and the reason for each collective of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def why(plan: Plan, file: n.File, fqn: str) -> str:
-    """The rows at a module, or at a parameter's module; refuses S209 a name that is neither."""
+    """Describe the rows at a module, or at a parameter's module; refuses S209 an unknown name."""
     facts = plan.model
     site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
     if site not in facts.sites:
@@ -35,13 +35,13 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
-    acting = (a for a in plan.rows_at(site) if a.acts)  # a marker acts on nothing
+    acting = (a for a in plan.rows_at(site) if a.acts)  # without markers, which change nothing
     rows = [row_text(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
 
 def row_text(action: Action, file: n.File) -> str:
-    """One row: its place, its text, its step, and the selectors around it."""
+    """Describe one row: its place, its text, its step, and the selectors around it."""
     span, items = action.span, spliced(file).items
     text = str(action.primitive)
     place = str(span) if span else ""
@@ -50,16 +50,18 @@ def row_text(action: Action, file: n.File) -> str:
         end = span.end_col - 1 if span.end_line == span.line else len(row)
         text = row[span.col - 1 : end] or text
     step = f'step "{action.step}"' if action.step else "outside of steps"
-    trail = next(_trails(items, span, ()), ()) if span else ()
+    trail = next(_selectors_around(items, span, ()), ()) if span else ()
     by = " then ".join(f"`{path}`" for path in trail)
     return f"  {place}   {text}   {step}" + (f", selected by {by}" if by else "")
 
 
-def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The selectors that stand around and before the call at `span`."""
+def _selectors_around(
+    node: object, span: Span, above: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the selectors around and before the call at `span`."""
     if isinstance(node, tuple):
         for item in node:
-            yield from _trails(item, span, above)
+            yield from _selectors_around(item, span, above)
     elif isinstance(node, n.Rule):
         if node.call.span == span:
             yield (*above, printer.paths(node.paths))
@@ -68,12 +70,12 @@ def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[
             yield above
     elif isinstance(node, n.At):
         paths = printer.paths(node.paths)
-        yield from _trails(node.block.body, span, (*above, paths))
+        yield from _selectors_around(node.block.body, span, (*above, paths))
     elif isinstance(node, n.When):
         orelse = node.orelse.body if node.orelse else ()
-        yield from _trails((*node.block.body, *orelse), span, above)
+        yield from _selectors_around((*node.block.body, *orelse), span, above)
     elif isinstance(node, n.Step | n.Def):
-        yield from _trails(node.block.body, span, above)
+        yield from _selectors_around(node.block.body, span, above)
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ KINDS = {
     "send": "the next stage is on another rank",
     "broadcast": "one rank has what all need",
 }
-# what it means for what is sent, by its first words
+# the reason for a collective, by the first words of what it sends
 REASONS = {
     "output": "the module is sharded, and the next one needs its full output",
     "input": "the module is sharded, and needs its input in a different placement",
@@ -110,7 +112,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Group:
-    """Collectives that differ in nothing but their module."""
+    """Collectives that differ only in their module."""
 
     members: tuple[Collective, ...]
 
@@ -131,7 +133,7 @@ class Group:
 
 
 def groups(account: Account) -> tuple[Group, ...]:
-    """All collectives of a step, in the order of `plan`, folded over equal modules."""
+    """Return all collectives of a step, in the order of `plan`, folded over equal modules."""
     found: dict[object, list[Collective]] = {}
     for one in account.collectives or ():
         key = one.kind, one.axes, one.phase, one.what, one.bytes, one.row
@@ -140,7 +142,7 @@ def groups(account: Account) -> tuple[Group, ...]:
 
 
 def listed(account: Account) -> str:
-    """Every kind with its number."""
+    """List every kind of collective with its number."""
     lines = [f"{number:>4}  {group}" for number, group in enumerate(groups(account))]
     return "\n".join(lines) or "no rank sends anything"
 
@@ -148,7 +150,7 @@ def listed(account: Account) -> str:
 def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
     """Explain the collective of a number: its row, and why it is needed.
 
-    Raises Refusal S866 for a number that none has.
+    Raises Refusal S866 for an unknown number.
     """
     known = groups(account)
     if not 0 <= number < len(known):
@@ -159,10 +161,10 @@ def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> s
         title = f"there is no collective {number}"
         raise Refusal.of("S866", title, helps=(legal,))
     group = known[number]
-    return "\n".join([f"{number}  {group}", *_told(plan, file, group.members)])
+    return "\n".join([f"{number}  {group}", *_reason_lines(plan, file, group.members)])
 
 
-def _told(plan: Plan, file: n.File, members: Sequence[Collective]) -> list[str]:
+def _reason_lines(plan: Plan, file: n.File, members: Sequence[Collective]) -> list[str]:
     one = members[0]
     ranks = plan.mesh.size(one.axes)
     lines = [f"  who     groups of {ranks} ranks along {', '.join(one.axes)}"]

@@ -139,7 +139,9 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
     if every:
         with (
             mock.patch.object(conditioning, "limits", _late),
-            mock.patch.object(conditioning.Bounds, "_floored", lambda self, key, one: one),
+            mock.patch.object(
+                conditioning.Bounds, "_with_least_rounding", lambda self, key, one: one
+            ),
         ):
             drawn = Rounded(wide, working, told, exact, ran, again).rows()
         drawn, _ = undecided(drawn)

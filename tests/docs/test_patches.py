@@ -138,7 +138,7 @@ HELD = {
     "runtime/storage/tiers.py: _Making": "dispatch modes that count, in tests and reports",
     "runtime/activation_memory/quantized.py: _noting": "a proof's notes: never in a step",
     "runtime/offload/saved_tensors.py: _all_moves": "a proof's builds: never in a step",
-    "runtime/comm/world.py: _apart": "the thread of a save in the background: never in a step",
+    "runtime/comm/world.py: _by_thread": "the thread of a save in the background: never in a step",
     "runtime/launch/job.py: _limit": "a time that a command has: never in a step",
     "runtime/launch/pool.py: _threads": "of a proof, which starts ranks: never in a step",
 }

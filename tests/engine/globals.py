@@ -17,13 +17,13 @@ from schedlang.runtime.rowwise_kernels import launch
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
-    (blind_queries, "_known"),
+    (blind_queries, "_cache"),
     (collectives, "_listeners"),
-    (fuse, "_counted"),
+    (fuse, "_counting_layers"),
     (launch, "_launchers"),
     (saved_tensors, "_listener"),
     (rewrite, "_watchers"),
-    (world, "_within"),
+    (world, "_entered"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")
 

@@ -87,10 +87,10 @@ def test_every_kernel_is_examined() -> None:
 
 def test_a_reference_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's reference ran in place of a kernel nothing was shown, however equal it is."""
-    monkeypatch.setattr(correctness, "_can_run", lambda setup: None)
+    monkeypatch.setattr(correctness, "_require_triton", lambda setup: None)
     first = correctness.checks(TINY)[0]
     monkeypatch.setattr("schedlang.kernels.norm.norm", _by_reference)
-    found = found_of("kernels", Case("norm", lambda: correctness._checked(first, CPU)))
+    found = found_of("kernels", Case("norm", lambda: correctness._check_kernel(first, CPU)))
     assert found.outcome == "wrong" and "did not run" in found.note
 
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge import modules, waits
 from schedlang.passes.judge.copies import Copy
-from schedlang.passes.judge.kinds import INITIAL, _counts, _squares, other_start
+from schedlang.passes.judge.kinds import INITIAL, _miscounts, _squared_norms, other_start
 from schedlang.passes.judge.places import Whole
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.regions import Region
 from schedlang.passes.judge.steps import left_apart, of_steps
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.passes.verify.spilled import spill
 from schedlang.report import Report, Row
@@ -114,8 +114,8 @@ def test_a_norm_of_slices_that_ranks_have_twice() -> None:
         Copy(rank, "w", *[Region.of(torch.tensor(at))] * 2, spill(whole, None))
         for rank, at in slices.items()
     ]
-    assert _squares(copies) == [[5.0, 5.0], [25.0, 25.0]]
-    found = {words: amount for _, amount, words in _counts({"w": _squares(copies)})}
+    assert _squared_norms(copies) == [[5.0, 5.0], [25.0, 25.0]]
+    found = {words: amount for _, amount, words in _miscounts({"w": _squared_norms(copies)})}
     assert found["it counts each rank's copy of"] == 30.0
     assert found["it leaves out what ranks but the first hold of"] == -25.0
     assert found["it leaves out"] == -30.0
@@ -182,6 +182,6 @@ def test_weights_that_are_nowhere_are_told_by_how() -> None:
 def test_a_sum_that_has_a_row_too_much() -> None:
     """A bias that each rank adds is the same in all places; other gaps are not."""
     row = torch.tensor([1.0, -2.0])
-    assert modules._one_row(row.expand(3, 4, 2))
-    assert not modules._one_row(torch.arange(24.0).reshape(3, 4, 2))
-    assert not modules._one_row(torch.zeros(3, 2))
+    assert modules._has_equal_rows(row.expand(3, 4, 2))
+    assert not modules._has_equal_rows(torch.arange(24.0).reshape(3, 4, 2))
+    assert not modules._has_equal_rows(torch.zeros(3, 2))

@@ -351,8 +351,8 @@ def test_parts_of_an_output_in_two_dims() -> None:
     columns = [part for strip in whole.chunk(3, 1) for part in strip.chunk(2)]
     turns = [whole[k::2] for k in range(2)]  # as samplers deal rows out
     for parts in (rows, columns, turns, whole.chunk(4), whole.chunk(3, 1)):
-        assert torch.equal(beside._put_together(parts, whole), whole)
-    assert beside._put_together(rows[:5], whole) is None
+        assert torch.equal(beside._assemble_output(parts, whole), whole)
+    assert beside._assemble_output(rows[:5], whole) is None
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.kinds import of_gradient
+from schedlang.passes.judge.gradient_errors import of_gradient
 from schedlang.passes.judge.located import Note, unmasked
 from schedlang.passes.judge.parts import Cut
 from schedlang.passes.judge.taken import Changed, Part, changes, seen_otherwise

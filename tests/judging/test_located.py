@@ -189,7 +189,7 @@ def test_a_step_that_is_another_after_right_gradients() -> None:
     row = Row("own optimizer", "parameters", "w", 0.3, 1e-9, False, 0)
     key = Key("own optimizer", "parameters", 0, "w")
     want, got = (Observation({key: torch.tensor(value)}) for value in ([1.0, 2.0], [1.3, 1.9]))
-    said = kinds._of_row(row, want, got, {})
+    said = kinds._explain_first(row, want, got, {})
     assert said.startswith("`w`: ") and "its gradient is right: the optimizer's step" in said
 
 

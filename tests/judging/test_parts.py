@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.passes.judge import parts
-from schedlang.passes.judge.judge import Task, _conditions, _widened
+from schedlang.passes.judge.judge import Task, _conditions, _float64_case
 from schedlang.passes.judge.parts import Parts
 from schedlang.passes.judge.trial import Trial
 from tests.judging.catches.words import Words
@@ -33,9 +33,11 @@ def made(inner: nn.Module, world: int = 2) -> tuple[Parts, str]:
     batches = tuple(padded(seed, 4, 3) for seed in range(3))
     never: Any = None
     task = Task(never, Words(inner), batches, world, of_words)
-    case = _widened(task)
-    told, seen, _ = _conditions(case, task)
-    return Parts(Trial(case, never, world, tuple(told), never, True), seen.labels), told[0].name
+    case = _float64_case(task)
+    conditions, seen, _ = _conditions(case, task)
+    return Parts(
+        Trial(case, never, world, tuple(conditions), never, True), seen.labels
+    ), conditions[0].name
 
 
 @pytest.mark.parametrize("ignored", [-100, -1, 5])
@@ -53,15 +55,15 @@ def test_the_label_that_does_not_count_is_found(ignored: int) -> None:
 
     never: Any = None
     task = Task(never, Words(nn.Tanh()), tuple(map(batch, range(3))), 2, loss)
-    _, seen, _ = _conditions(_widened(task), task)
+    _, seen, _ = _conditions(_float64_case(task), task)
     assert [one.ignored for one in seen.labels] == [ignored] * (ignored < 0)
 
 
 def test_parts_of_rows_and_words_make_the_whole() -> None:
     """Weighed by their counts of labels, gradients in parts add up to that of the batch."""
     found, condition = made(nn.Tanh())
-    batch = found.trial.told[0].batches[0]
-    (whole,) = found._derived(batch, [list(range(4))], None)
+    batch = found.trial.conditions[0].batches[0]
+    (whole,) = found._gradients(batch, [list(range(4))], None)
     rows = next(found.of_rows("head.weight", condition))
     words = next(found.of_words("head.weight", condition))
     assert (rows.whole, words.whole) == ("the batch", "the words")

@@ -13,10 +13,10 @@ from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge.causes import _near, _of_copies, _of_factor
+from schedlang.passes.judge.causes import _cluster_factors, _copy_correction, _factor_correction
 from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.regions import Region
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key
 from schedlang.passes.verify.spilled import spill
 from schedlang.runtime.launch.pool import Pool
@@ -238,15 +238,15 @@ def test_factors_that_are_near_are_one() -> None:
     """In few bits they differ in the last digit."""
     factors = dict(zip("abcde", (0.3535, 0.357, 0.359, 1.0, 0.5)))
     keys = {Key("SGD", "gradients", 0, name): value for name, value in factors.items()}
-    found = {key.name: value for key, value in _near(keys).items()}
+    found = {key.name: value for key, value in _cluster_factors(keys).items()}
     assert found == {"a": 0.357, "b": 0.357, "c": 0.357, "d": 1.0, "e": 0.5}
 
 
 def test_a_factor_that_is_nearly_one_is_no_cause() -> None:
     """It is not said that something wrong is 1 times the right value."""
     key, value = Key("SGD", "gradients", 0, "w"), torch.ones(3)
-    assert _of_factor({"ranks": 2}, {key: 1.03})(key, value) is None
-    said = _of_factor({"ranks": 2}, {key: 1.99})(key, value)
+    assert _factor_correction({"ranks": 2}, {key: 1.03})(key, value) is None
+    said = _factor_correction({"ranks": 2}, {key: 1.99})(key, value)
     assert said is not None and said[0].startswith("ranks = 2 times")
 
 
@@ -258,10 +258,10 @@ def test_parts_that_ranks_have_twice_are_averaged() -> None:
         for rank, (at, v) in held.items()
     ]
     key, kept = Key("SGD", "gradients", 0, "w"), Kept(copies={(False, "w"): copies})
-    found = _of_copies(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0]))
+    found = _copy_correction(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0]))
     assert found is not None and found[1].tolist() == [2.0, 4.0, 6.0]
     kept.copies[False, "w"] = copies[:2]  # nobody has one twice
-    assert _of_copies(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0])) is None
+    assert _copy_correction(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0])) is None
 
 
 def _held(values: list[float]) -> Any:

@@ -261,7 +261,7 @@ def test_a_trial_here_says_that_it_was_not_run() -> None:
 
 def test_calls_that_a_module_does_not_take_are_left_out() -> None:
     """A module that needs a mask is judged by calls with one; one that takes none, by no call."""
-    from schedlang.runtime.kernel_injection.attention_adapters import _ran
+    from schedlang.runtime.kernel_injection.attention_adapters import _run_calls
 
     class Masked(nn.Linear):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -269,9 +269,9 @@ def test_calls_that_a_module_does_not_take_are_left_out() -> None:
 
     module, x = Masked(4, 4), torch.randn(2, 4)
     calls: Any = [([x], {"attention_mask": torch.ones(2)}), ([x], {"attention_mask": None})]
-    assert [one for one, _ in _ran(module, iter(calls))] == calls[:1]
+    assert [one for one, _ in _run_calls(module, iter(calls))] == calls[:1]
     with pytest.raises(AttributeError):
-        list(_ran(module, iter(calls[::-1])))
+        list(_run_calls(module, iter(calls[::-1])))
 
 
 def test_a_config_whose_layers_differ() -> None:

@@ -113,8 +113,8 @@ def test_names_every_part(form, expected, size, monkeypatch):
 def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small module be judged as a wide one is."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
-        monkeypatch.setattr(probe, "_DRAWN", 11)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
+        monkeypatch.setattr(probe, "_DISTINCT", 11)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def product(m, x):
 def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
     """A dropout, as T5's, or a norm, as BitNet's, before the last projection; it stays a module."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
     module = Passing(more, lambda m, x: m.three(m.more(product(m, x)))).double()
     found = match(module, "gated")
     assert found == Gated("one", "two", "three", "silu", 8, between="more")
@@ -206,7 +206,7 @@ def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
 def test_a_child_in_another_place_is_refused(more, form, size, monkeypatch):
     """What goes through it elsewhere, or with its gradient cut, is no gated MLP."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
     found = match(Passing(more, form), "gated")
     assert "differ" in found.reason or "projections" in found.reason, found
 

@@ -240,6 +240,25 @@ def test_what_is_no_head_is_told():
     assert "differs from a linear layer" in found.reason and found.error > 0.1
 
 
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ("lm_head replace_kernel(linear_cross_entropy)", "hook on gradients"),
+        ("lm_head replace_kernel(cross_entropy)", "hook on gradients"),
+        ("lm_head shard(vocab, over=tp)", "hook on gradients"),
+        ("lm_head replace_kernel(cross_entropy)", "computes its weight from `weight_orig`"),
+    ],
+)
+def test_heads_whose_gradients_or_weights_are_made_elsewhere(row, said):
+    """A backward hook of a head would not run; a weight that a hook computes would stand still."""
+    model = models.llama(1)
+    if "hook" in said:
+        model.lm_head.register_full_backward_hook(lambda *unused: None)
+    else:
+        nn.utils.spectral_norm(model.lm_head)
+    assert said in " ".join(refused(model, row, "tp=2" if "tp" in row else "").split())
+
+
 def test_the_last_backward_writes_over_what_was_saved():
     """A gradient that forward made is not held twice; a graph that is kept gives it twice."""
     x, weight, _ = given(torch.float32)

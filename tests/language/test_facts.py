@@ -118,14 +118,14 @@ def test_the_walk_sees_what_it_looks_for(text: str) -> None:
 
 def test_who_guesses_tells_it_as_a_fact() -> None:
     """A function that asks `did you mean` gives the two words to programs, too."""
-    helpers = {"guess", "_choice", "_misspelt"}  # of texts, for those who refuse
+    helpers = {"guess", "_suggest_choice", "_suggest_keyword"}  # of texts, for those who refuse
     lacking, found = [], 0
     for path in _files():
         text = path.read_text()
         imports = re.search(
             r"diagnostic import [^\n]*\bguess\b", text
         )  # and no function of a probe
-        ours = {"_choice", *(["guess"] if imports else [])}
+        ours = {"_suggest_choice", *(["guess"] if imports else [])}
         for function in _functions(nodes(path)):
             every = list(ast.walk(function))
             asks = any(

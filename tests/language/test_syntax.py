@@ -48,7 +48,7 @@ def test_the_parser_that_is_kept_reads_alike(
 
     def tree(path: Path, from_grammar: bool = True) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(grammar, "_kept", lambda: str(path))
+            patch.setattr(grammar, "_cache_path", lambda: str(path))
             if not from_grammar:
                 patch.setattr("lark.lark.load_grammar", None)
             return grammar.parser.__wrapped__().parse(GPT2, start="start")
@@ -66,10 +66,10 @@ def test_where_the_parser_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the bytecode of its own file; nowhere if Python is to write no bytecode."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    kept = Path(str(grammar._kept()))
+    kept = Path(str(grammar._cache_path()))
     assert kept.parent == Path(grammar.__file__).parent / "__pycache__"
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert grammar._kept() is False
+    assert grammar._cache_path() is False
 
 
 def test_nodes_know_their_place() -> None:

@@ -89,7 +89,7 @@ MEETS = """
 import os, signal, sys, time
 from schedlang import Refusal, elastic
 from schedlang.runtime.comm import reach
-elastic.COMES, elastic._LOOK, reach.LOST = 6.0, 1.0, 4.0
+elastic.COMES, elastic._CHECK_INTERVAL, reach.LOST = 6.0, 1.0, 4.0
 met = elastic.Meeting()
 print(met.every(met.rank), met.first(met.rank), flush=True)
 if sys.argv[1] == f"rank {met.rank} stands still":

@@ -252,7 +252,7 @@ def test_those_that_look_are_not_those_that_work(
 
     monkeypatch.setattr(job, "_PROC", tmp_path)
     monkeypatch.setattr(heart, "cpu_seconds", lambda _: sum(ran.values()))
-    monkeypatch.setattr(heart, "_stored", lambda: 0)
+    monkeypatch.setattr(heart, "_disk_bytes", lambda: 0)
     monkeypatch.setattr(reach, "WATCHERS", {2})
     (one, _), _ = _hearts(hang_after=30.0)
     queued(1, 5.0)
@@ -292,7 +292,7 @@ def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setattr(heart, "_watched", False)
     monkeypatch.setattr(heart, "own_store", store)
-    monkeypatch.setattr(reach, "_kept", True)
+    monkeypatch.setattr(reach, "_watching", True)
     monkeypatch.setattr(atexit, "register", lambda *given: begun.append(given))
     for backend in ("fake", "gloo", "gloo"):
         world = comm.World(size=2, backends={"cpu": backend})

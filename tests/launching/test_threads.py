@@ -210,13 +210,13 @@ SHARED = {
     ("operator", "_keys"),
     ("launch", "_jitted"),
     ("add_norm", "_functions"),
-    ("add_norm", "_alive"),
+    ("add_norm", "_layers_by_class"),
     ("torch_compile", "_done"),
     ("torch_compile", "_kept"),
     ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
-    ("own_loop", "_known"),
+    ("own_loop", "_checked"),
     ("transfer", "_KNOWN"),
 }
 

@@ -187,6 +187,35 @@ def test_one_layer_that_is_told_to_draw(noise: object) -> None:
         prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
 
 
+class Depth(nn.Module):
+    """Leaves out rows by a mask of numpy's, or all of them by a number of Python's, at a rate."""
+
+    def __init__(self, rate: float, numpy: bool) -> None:
+        super().__init__()
+        self.lin, self.rate, self.numpy = nn.Linear(4, 4), rate, numpy
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        if self.rate and self.numpy:
+            y = y * torch.from_numpy(np.random.rand(len(x), 1) > self.rate).to(y.device)
+        elif self.rate:
+            y = y * torch.tensor(float(random.random() > self.rate), dtype=y.dtype)
+        return x + y
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("rates", [(0.0, 1e-9, 2e-9, 3e-9), (1e-9, 2e-9, 3e-9, 4e-9)])
+def test_draws_that_seldom_differ(rates: tuple[float, ...], numpy: bool) -> None:
+    """Rates rise from layer to layer: the first may be 0, and others give alike twice by luck."""
+    model = models.Stack((Depth(rate, numpy) for rate in rates), "layers").double()
+    first = next(place for place, rate in enumerate(rates) if rate)
+    said = f"recomputing `layers.{first}` gives another result: it draws from"
+    with pytest.raises(Refusal, match=said):
+        prepare(
+            planned(model, "layers.*  checkpoint()"), {"x": torch.ones(3, 4, dtype=torch.float64)}
+        )
+
+
 class Fast(nn.Module):
     """A layer that is called with other weights than its own."""
 

@@ -419,3 +419,30 @@ def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert stub(1, (x.bfloat16(),), {}, {}, x.device, model).dtype == torch.bfloat16
     assert stub(1, (x,), {}, {}, x.device, model).dtype == torch.float32
+
+
+def test_stages_inside_of_a_transform() -> None:
+    """A transform of `torch.func` around several stages is refused, with what is legal."""
+
+    class Derived(nn.Module):
+        """A directional derivative of two layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def through(self, x: Tensor) -> Tensor:
+            """Both layers."""
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Value and derivative."""
+            value, along = torch.func.jvp(self.through, (x,), (torch.ones_like(x),))
+            loss: Tensor = value.square().mean() + along.square().mean()
+            return loss
+
+    with pytest.raises(Refusal, match="inside of a transform of `torch.func`") as caught:
+        graph_of(Derived(), {"x": torch.ones(2, 4)})
+    assert caught.value.diagnostic.code == "S610" and caught.value.diagnostic.helps

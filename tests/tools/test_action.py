@@ -172,9 +172,9 @@ def test_ci_meets_refusals_that_are_meant(tmp_path: Path) -> None:
 
 def test_meant_to_be_refused_and_is_not() -> None:
     """A schedule that should be refused and is not does not hold, whatever it computes."""
-    meant = examine._as_meant(Outcome(Path("x"), "verify"), "S402")
+    meant = examine._check_refusal(Outcome(Path("x"), "verify"), "S402")
     assert meant.code == 1 and "it is not" in meant.text
-    assert examine._as_meant(Outcome(Path("x"), "verify", code=3), "S402").code == 3
+    assert examine._check_refusal(Outcome(Path("x"), "verify", code=3), "S402").code == 3
 
 
 def test_ci_finds_schedules(tmp_path: Path, answers: dict[str, Any]) -> None:

@@ -98,6 +98,6 @@ def test_a_report_says_what_its_text_says() -> None:
 def test_an_error_stands_where_its_gate_says() -> None:
     """Left of the gate what is equal, right of it what is not; nothing is off the scale."""
     for error in (0.0, 1e-30, 1e-16, 1e-3, 1e9, float("inf"), float("nan")):
-        assert 0.0 <= report_page._at(error) <= report_page.WIDE
-    assert report_page._at(1e-12) < report_page._at(1e-9) < report_page._at(1e-6)
-    assert report_page._at(float("nan")) == report_page.WIDE
+        assert 0.0 <= report_page._scale_x(error) <= report_page.WIDE
+    assert report_page._scale_x(1e-12) < report_page._scale_x(1e-9) < report_page._scale_x(1e-6)
+    assert report_page._scale_x(float("nan")) == report_page.WIDE

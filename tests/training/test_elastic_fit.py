@@ -53,7 +53,7 @@ def fit(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> 
 def test_settings_make_a_mesh_of_all_ranks(ranks: int) -> None:
     """Axes take every size of their domain that divides the ranks, `micro` every value; knobs of
     other things stay as the file has them."""
-    menu, _ = fit(SPLIT, ranks)._menu()
+    menu, _ = fit(SPLIT, ranks)._candidates()
     sizes = [tp for tp in range(1, 7) if ranks % tp == 0]
     assert {tuple(sorted(one.items())) for one in menu} == {
         (("micro", micro), ("tp", tp)) for tp in sizes for micro in (1, 3)
@@ -66,14 +66,14 @@ def test_settings_make_a_mesh_of_all_ranks(ranks: int) -> None:
 def test_what_is_trained_stays() -> None:
     """A knob that is named changes, too, but not to what brings other parameters; knobs that were
     set stay in all settings."""
-    menu, against = fit(SPLIT, 2, ("tp", "rank"))._menu()
+    menu, against = fit(SPLIT, 2, ("tp", "rank"))._candidates()
     assert [one["rank"] for one in menu] == [4, 4]
     assert against == [
         f"tp = {tp}, rank = 8: it trains other parameters, or gives up other things"
         for tp in (1, 2)
     ]
     found = fit(SPLIT, 2, rank=8)
-    menu, _ = found._menu()
+    menu, _ = found._candidates()
     assert all(dict(found.under(one).plan().decisions)["rank"] == 8 for one in menu)
 
 
@@ -85,13 +85,13 @@ def test_the_quickest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     one = fit(SPLIT, 1)
     assert one.best() == {"tp": 1, "micro": 1}
     seen: list[Any] = []
-    priced = Fit._priced
+    priced = Fit._price
 
     def keeps(self: Fit, *given: Any) -> Any:
         seen.extend(priced(self, *given))
         return seen
 
-    monkeypatch.setattr(Fit, "_priced", keeps)
+    monkeypatch.setattr(Fit, "_price", keeps)
     best = fit(SPLIT, 1).best()
     assert len(seen) == 2 and best == dict(ranked(seen, 1 << 60)[0].given)
     seen.clear()

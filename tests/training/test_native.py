@@ -19,7 +19,7 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.fusion.fuse import unavailable
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.left import left_in
-from schedlang.runtime.rng.native import NativeDropout, _changes_nothing
+from schedlang.runtime.rng.native import NativeDropout, _is_nan_placeholder
 from tests.proofs import planned, sgd
 
 TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
@@ -424,9 +424,9 @@ def test_what_stands_for_another_stage_draws_nothing() -> None:
     """One NaN everywhere is the same under any mask; all else is dropped out."""
     inner = partial(nn.Dropout.forward, nn.Dropout(0.5))
     nan = torch.full((), torch.nan)
-    assert _changes_nothing(inner, (nan.expand(2, 3),), {})
+    assert _is_nan_placeholder(inner, (nan.expand(2, 3),), {})
     for other in (nan.expand(2, 3).clone(), torch.ones(()).expand(2, 3), nan):
-        assert not _changes_nothing(inner, (other,), {})
-    assert not _changes_nothing(
+        assert not _is_nan_placeholder(inner, (other,), {})
+    assert not _is_nan_placeholder(
         partial(nn.Linear.forward, nn.Linear(3, 3)), (nan.expand(2, 3),), {}
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.trials import _calls
+from schedlang.passes.verify.trials import _collect_calls
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.training import Training
 from tests.engine import Threads
@@ -107,7 +107,7 @@ def test_a_train_of_its_own_is_called(threads: Threads) -> None:
 def test_a_trial_leaves_the_flags() -> None:
     """Looking for the arguments of a kernel changes no flag of the user's model."""
     model = Frozen()
-    _calls(model, [_batch(1), _batch(2)], {"enter"})
+    _collect_calls(model, [_batch(1), _batch(2)], {"enter"})
     assert model.training and model.enter.training and not model.norm.training
 
 

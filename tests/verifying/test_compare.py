@@ -69,7 +69,7 @@ class Accumulated(Sequential):
             for name, grad in self.gradients().items():
                 if grad is not None:
                     parts[name] = parts.get(name, 0) + grad * n / sum(counts)
-        for name, parameter in self._named:
+        for name, parameter in self._parameters:
             parameter.grad = parts.get(name)
         with torch.no_grad():
             self.module.count.copy_(before + len(counts))
@@ -79,7 +79,7 @@ class Accumulated(Sequential):
 
     def spoil(self) -> None:
         """Do what `fault` says to the gradients."""
-        params = dict(self._named)
+        params = dict(self._parameters)
         if self.fault == "missing":
             params["mid.bias"].grad = None
         elif self.fault == "zeros for none":

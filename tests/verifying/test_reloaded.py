@@ -47,15 +47,15 @@ Both = tuple[Tensor, Tensor]
 def _outputs(folder: Path) -> tuple[Both, Both]:
     """Of the saved program and of another: the first one made, and what the proof compares."""
     case = widened(prepared(Case(planned(Turned().double(), ROWS), (batch(1),), dtype="none")))
-    told = runs(case).told[:2]
-    own = told[1].case
+    conditions = runs(case).conditions[:2]
+    own = conditions[1].case
     assert own is not None and not own.plan.model.model.get_parameter(FROZEN).requires_grad
     made: list[Program] = []
     with ambient(Float64()):
-        observed(case, told, made)
+        observed(case, conditions, made)
         made[1].save(folder / "state")
-        first = saved._with_state(made[1], made[0], case.batches[0], str(folder))
-        found = saved.reloaded(made, case, told, str(folder))
+        first = saved._load_and_evaluate(made[1], made[0], case.batches[0], str(folder))
+        found = saved.reloaded(made, case, conditions, str(folder))
     a, b = ((want["y"], got["y"]) for want, got in (first, found))
     return a, b
 

@@ -363,9 +363,9 @@ def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> 
     """A trained parameter of a rank that its optimizer was not given."""
     from schedlang.passes.static_checks import roles
 
-    played = roles._role
+    played = roles._simulate_rank
     lost = lambda *args: replace(made := played(*args), trained=made.trained[1:])  # noqa: E731
-    monkeypatch.setattr(roles, "_role", lost)
+    monkeypatch.setattr(roles, "_simulate_rank", lost)
     found = _found(proven("gpt2 dp"), "S715")
     assert found and "does not train it exactly once" in found[0].title
 

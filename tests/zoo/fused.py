@@ -83,7 +83,7 @@ def last_program_left_out(patch: Patch, site: Site) -> None:
 @bug("F56", "replace", SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
     """A parameter that is made of two has them the other way round."""
-    patch.setattr(replaced_module, "_joined", lambda parts: torch.cat(parts[::-1]))
+    patch.setattr(replaced_module, "_concatenate", lambda parts: torch.cat(parts[::-1]))
 
 
 @bug("F57", "replace", DETACH, "replaced")
@@ -91,7 +91,7 @@ def part_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that is made of two the second gets no gradient."""
     patch.setattr(
         replaced_module,
-        "_joined",
+        "_concatenate",
         lambda parts: torch.cat([parts[0], *(p.detach() for p in parts[1:])]),
     )
 

@@ -102,7 +102,7 @@ def _second(optimizer: Any) -> Any:
 
     def told(*args: Any, **kwargs: Any) -> Any:
         ran = plain(*args, **kwargs)
-        first, second, *rest = ran.told
-        return replace(ran, told=(first, replace(second, optimizer=optimizer), *rest))
+        first, second, *rest = ran.conditions
+        return replace(ran, conditions=(first, replace(second, optimizer=optimizer), *rest))
 
     return mock.patch.object(proving, "runs", told)

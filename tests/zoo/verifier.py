@@ -281,7 +281,7 @@ def simplified_until_green(patch: Patch) -> None:
 
     def fewer(given: Any, *args: Any) -> Any:
         ran = plain(given, *args)
-        return replace(ran, told=ran.told[:1])
+        return replace(ran, conditions=ran.conditions[:1])
 
     patch.setattr(proving, "runs", fewer)
 

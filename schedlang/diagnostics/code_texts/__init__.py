@@ -1,1 +1,1 @@
-"""Texts of the codes of messages, by family; `schedlang.diagnostics.codes` joins them all."""
+"""Texts of the codes of messages, by family; `schedlang.diagnostics.codes` joins them."""

@@ -17,12 +17,12 @@ from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
 def _chimera(size: Size) -> Timeline:
-    """Each replica runs 1F1B in slots that the other leaves free; units of p microbatches follow.
+    """Each replica runs 1F1B in slots that the other leaves free, in units of p microbatches.
 
-    With slots of one operation, microbatch i of a unit and replica is forwarded by stage s in slot
-    s + 2i and goes back in slot 2p - 1 - s + 2i. On a rank the stages of the two replicas differ by
-    an odd number, so one of them has the even slots and the other the odd ones. A unit takes 2p
-    consecutive slots of each rank, so the next one may start 2p later (direct concatenation).
+    Count in slots of one operation. In a unit, stage s runs microbatch i of a replica forward in
+    slot s + 2i and backward in slot 2p - 1 - s + 2i. The two stages of a rank differ by an odd
+    number, so one replica has the even slots and the other has the odd slots. A unit takes 2p slots
+    in a row on each rank, so the next unit starts 2p slots later (direct concatenation).
     """
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
@@ -33,7 +33,7 @@ def _chimera(size: Size) -> Timeline:
 
 
 def _gems(size: Size) -> Timeline:
-    """One microbatch after the other, forward and back, from the two ends in turn."""
+    """One microbatch at a time, forward and backward; they start from the two ends in turn."""
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
     return _alternating(p, 2 * microbatch, 2 * microbatch + 1, stage, microbatch)
@@ -97,7 +97,7 @@ def _pair(size: Size) -> Problem | None:
 
 
 def _chimera_idle(size: Size) -> Fraction:
-    """(p-2) (max(F, B) + (n-1) |F - B|) over n whole units of p microbatches, with B = I + W.
+    """(p-2) (max(F, B) + (n-1) |F - B|) for n full units of p microbatches, with B = I + W.
 
     With equal F and B this is the rate (p-2) / (2m + p-2), with B = 2F and one unit the rate
     (p-2) / (3m/2 + p-2), both of §3.2 of the paper. A last unit of 2q < p microbatches leaves
@@ -145,10 +145,11 @@ ALTERNATING = (
 
 
 def _dualpipe(size: Size) -> Timeline:
-    """The eight phases of every rank.
+    """Every rank runs the eight phases of the paper.
 
-    The i-th microbatch of direction d is 2i + d; stage s of direction 0 is on rank s, of direction
-    1 on rank p - 1 - s. A forward that the system overlaps with a backward comes right before it.
+    The i-th microbatch of direction d is 2i + d. Stage s is on rank s in direction 0 and on rank
+    p - 1 - s in direction 1. If the paper's system overlaps a forward with a backward, the forward
+    comes right before this backward.
     """
     p, rows = size.ranks, []
     for rank in range(p):
@@ -166,7 +167,7 @@ def _long_enough(size: Size) -> Problem | None:
 
 
 def _dualpipe_idle(size: Size) -> Fraction:
-    """(p/2 - 1) (F + I - W), and max(0, F - I - W) more, where I <= F.
+    """(p/2 - 1) (F + I - W + max(0, F - I - W)), if I <= F.
 
     The paper's (p/2 - 1) (F&B + B - 3W) is for F&B and B = I + W as single operations that take
     and give at their ends; with F and I apart what follows I starts earlier.

@@ -208,17 +208,16 @@ def searched(size: Size, limit: Fraction) -> Timeline:
 
 
 def _zb_1p(size: Size) -> Timeline:
-    """Search within p microbatches, as 1F1B, or within `Size.memory`."""
+    """Search within p microbatches of activations, as many as 1F1B has, or within `memory`."""
     return searched(size, Fraction(size.ranks) if size.memory is None else size.memory)
 
 
 def _zb_2p(size: Size) -> Timeline:
-    """Search within 2p microbatches as the paper counts them, or within `Size.memory` as `kept`
-    counts.
+    """Search within 2p microbatches of activations as the paper counts, or within `memory`.
 
-    The paper counts less than a full microbatch between I and W. So does this where neither a limit
-    nor a share is given; with full ones, 2p would not be enough for the results that the paper
-    reports.
+    The paper counts less than one microbatch between I and W. Without `memory` and `kept`, this
+    order counts in the same way: with one microbatch each, 2p would not be enough for the figures
+    of the paper.
     """
     if size.memory is not None:
         return searched(size, size.memory)

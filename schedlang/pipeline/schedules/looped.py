@@ -24,7 +24,10 @@ from schedlang.pipeline.timeline.table import Timeline
 
 
 def _interleaved(size: Size) -> Timeline:
-    """Microbatches go through a rank's chunks in rounds of p, as in torch; see `rounds`."""
+    """Each rank runs a round of p microbatches through its chunks in turn, as in torch.
+
+    If m > p and p does not divide m, rounds are larger than p, and as equal as possible.
+    """
     sizes, rows = rounds(size.micro, size.ranks), []
     for rank in range(size.ranks):
         forward, backward = depth_first(rank, size, sizes)
@@ -54,7 +57,7 @@ def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
 
 
 def idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W) / v; with m < p a rank waits p - m more turns for each further chunk."""
+    """(p-1) (F + I + W) / v; if m < p, a rank waits p - m more turns for each further chunk."""
     turns = size.ranks - 1 + (size.chunks - 1) * max(0, size.ranks - size.micro)
     return turns * sum(times(size), Fraction(0)) / size.chunks
 
@@ -68,7 +71,7 @@ def accounted(span: Number, size: Size) -> Number:
 
 
 def _peak(size: Size) -> Fraction:
-    """min(2(p-1) + (v-1) g + 1, v m) stage activations on rank 0, 1/v each; g the first round."""
+    """min(2(p-1) + (v-1) g + 1, v m) / v microbatches on rank 0; g is the first round's size."""
     most = 2 * (size.ranks - 1) + (size.chunks - 1) * rounds(size.micro, size.ranks)[0] + 1
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
@@ -88,7 +91,7 @@ INTERLEAVED = (
 
 
 def _breadth_first(size: Size) -> Timeline:
-    """All forwards, stage by stage; then the same backwards, the last microbatch first."""
+    """All forwards, stage by stage, then all backwards in exactly the reverse order."""
     rows = []
     for rank in range(size.ranks):
         stages = np.arange(size.chunks) * size.ranks + rank
@@ -112,12 +115,12 @@ BREADTH_FIRST = (
 
 
 def _gis(size: Size) -> Timeline:
-    """Rounds of p through a rank's chunks; half the warm-up of 1F1B-I; W after r further I."""
+    """Rounds of p as in 1F1B-I, with p - 1 - r fewer warm-up forwards; W after the next r I."""
     return _grouped(size, size.ranks)
 
 
 def _gis_h(size: Size) -> Timeline:
-    """Rounds of half as many: less is held, and ranks wait as a round comes by again."""
+    """GIS with rounds of p/2, or more if `memory` allows: less memory, but more idle time."""
     return _grouped(size, _group(size))
 
 
@@ -154,7 +157,7 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _gis_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - min(F, W)) / v for m >= p; the paper bounds it by (p-1) (F + I) / v."""
+    """(p-1) (F + I - min(F, W)) / v for m >= p; the bound in the paper is (p-1) (F + I) / v."""
     f, i, w = times(size)
     if size.micro < size.ranks and size.chunks > 1:
         return None
@@ -163,9 +166,9 @@ def _gis_idle(size: Size) -> Fraction | None:
 
 
 def _gis_h_idle(size: Size) -> Fraction | None:
-    """Equal times only: p - 1 slots, (p-g) (v-1) for the smaller rounds, 2p - 3g - 1 for g < 2p/3.
+    """(p - 1 + (p-g) (v-1) + max(0, 2p - 3g - 1)) F / v if F = I = W, for several rounds of g.
 
-    A slot is F / v. There are several rounds, all of g.
+    A slot is F / v.
     """
     f, i, w = times(size)
     p, g = size.ranks, _group(size)
@@ -194,7 +197,7 @@ GROUPED = (
     ),
     Order(
         "GIS-H",
-        "Wan et al., PipeOffload, 2025 (2503.01328), §3; the round is chosen by `memory`",
+        "Wan et al., PipeOffload, 2025 (2503.01328), §3; `memory` chooses the round",
         _gis_h,
         problem=_too_little,
         chunks=None,
@@ -215,10 +218,10 @@ def home(stage: int, ranks: int) -> int:
 
 
 def _hanayo(size: Size) -> Timeline:
-    """Each rank, when free, runs a backward if one has arrived, else a forward, oldest first.
+    """A free rank takes a backward if one has arrived, otherwise a forward, the oldest first.
 
-    Times are those of the paper's drawings (B = 2F, transfers free). `memory` bounds the
-    microbatches in flight; without it there are up to 2p - 1 of them when there are many.
+    Times are those of the paper's drawings (B = 2F, free transfers). `memory` limits the
+    microbatches in flight. Without it, up to 2p - 1 are in flight if there are many.
     """
     stages = size.ranks * size.chunks
     homes = tuple(home(stage, size.ranks) for stage in range(stages))

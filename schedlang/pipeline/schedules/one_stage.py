@@ -25,17 +25,17 @@ from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 
 
 def _gpipe(size: Size) -> Timeline:
-    """All forwards, then all backwards, which run first in, first out."""
+    """All forwards, then all backwards, both from the first microbatch to the last."""
     return in_turns(size, lambda rank: size.micro)
 
 
 def _one_f_one_b(size: Size) -> Timeline:
-    """Backward as soon as possible: on rank r after p - 1 - r forwards."""
+    """Backward as early as possible: rank r runs p - 1 - r forwards, then F and B in turn."""
     return in_turns(size, lambda rank: size.ranks - 1 - rank)
 
 
 def _eager(size: Size) -> Timeline:
-    """Twice the warm-up of 1F1B, which hides transfers: 2 (p-r) - 1 forwards before a backward."""
+    """Twice the warm-up of 1F1B, to hide transfers: 2 (p-r) - 1 forwards precede the first B."""
     return in_turns(size, lambda rank: 2 * (size.ranks - 1 - rank))
 
 
@@ -68,12 +68,12 @@ FLUSHED = (
 
 
 def _zb_h1(size: Size) -> Timeline:
-    """1F1B's forwards and input gradients; rank r runs W of a microbatch after r further I."""
+    """F and I run as in 1F1B; rank r runs the W of a microbatch after the next r I."""
     return _woven(size, 1)
 
 
 def _zb_h2(size: Size) -> Timeline:
-    """Twice the warm-up of 1F1B, so that no rank waits for its first I; W after 2r further I."""
+    """Twice the warm-up of 1F1B, so that no rank waits for its first I; W after the next 2r I."""
     return _woven(size, 2)
 
 
@@ -86,7 +86,7 @@ def _woven(size: Size, times: int) -> Timeline:
 
 
 def _h1_idle(size: Size) -> Fraction:
-    """(p-1) (F + I - min(F, W)); fewer than p microbatches leave gaps where W has nothing to do.
+    """(p-1) (F + I - min(F, W)); with fewer than p microbatches, some gaps have no W to fill them.
 
     The paper has F + I - W, of times with W < F.
     """
@@ -95,7 +95,7 @@ def _h1_idle(size: Size) -> Fraction:
 
 
 def _h2_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - 2 min(F, W)), never less than nothing, for 2p - 1 microbatches or more."""
+    """(p-1) (F + I - 2 min(F, W)), at least 0, for 2p - 1 microbatches or more."""
     f, i, w = times(size)
     enough = size.micro >= 2 * size.ranks - 1
     return (size.ranks - 1) * max(f + i - 2 * min(f, w), Fraction(0)) if enough else None
@@ -120,13 +120,14 @@ ZERO_BUBBLE = (
 
 
 def _bpipe(size: Size) -> Timeline:
-    """1F1B; rank r and rank p - 1 - r are partners, and neither holds more than the limit.
+    """1F1B with a limit of activations on each rank; rank r and rank p - 1 - r are partners.
 
-    From the paper: the pairs, the limit of ceil((p+2)/2) microbatches, and that an early rank sends
-    activations away when it would exceed the limit and gets them back before their backward. Our
-    reading: the microbatch with the farthest backward leaves, which is the newest; it comes back
-    right after the backward before its own, so that both transfers have the time of a forward; and
-    a return goes first, so that the partner never holds more than the excess.
+    From the paper: the pairs, and the limit of ceil((p+2)/2) microbatches. An early rank sends
+    activations to its partner before it would exceed the limit, and gets them back before their
+    backward. Our reading: the rank sends the newest microbatch, because its backward is farthest
+    away. The activations come back right after the backward before their own, so each transfer has
+    the time of a forward. A microbatch comes back before the next one leaves, so the partner never
+    holds more than the excess.
     """
     limit = _limit(size)
     return timeline([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
@@ -182,12 +183,12 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _parked_idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W), as in 1F1B: transfers of activations overlap with computing."""
+    """(p-1) (F + I + W), as in 1F1B: activations are sent during the computation."""
     return flushed(size)
 
 
 def _parked_peak(size: Size) -> Fraction:
-    """min(p, m, limit), counting on each rank what it holds for its partner."""
+    """min(p, m, limit) on each rank, with the activations that it holds for its partner."""
     return Fraction(min(size.ranks, size.micro, _limit(size)))
 
 
@@ -209,16 +210,17 @@ NAMES = {BACKWARD: Kind.B, AGAIN: Kind.RECOMPUTE, FORWARD: Kind.F}
 
 
 def _varuna(size: Size) -> Timeline:
-    """The static table that Varuna makes before it trains, by simulating unit slots.
+    """The static table that Varuna makes before training, slot by slot.
 
-    The paper (§3) says: activations are recomputed; a backward follows its recomputation at once,
-    since two recomputed microbatches would not fit; the last rank recomputes nothing, its backward
-    follows its forward; started microbatches go back before new forwards begin. Its published
-    generator makes this exact, and is followed here: forward and recomputation take a slot, a
-    backward two; a rank runs the oldest of the most urgent kind in the order above; a gradient is
-    sent after the first half of the backward, and starts the recomputation of the rank that
-    receives it. While training Varuna departs from its table when a gradient is late (opportunistic
-    scheduling); a timeline is fixed, so that part is left out.
+    The paper (§3) has these rules. Activations are recomputed. A backward follows its recomputation
+    at once, since two recomputed microbatches would not fit. The last rank recomputes nothing: its
+    backward follows its forward. Backwards of forwarded microbatches come before new forwards. The
+    details are those of the published generator. A forward and a recomputation take one slot, a
+    backward takes two. A rank runs the oldest operation of the most urgent kind: backward before
+    recomputation before forward. A gradient is sent after the first half of the backward, and
+    starts the recomputation on the rank that receives it. In training, Varuna departs from its
+    table when a gradient is late (opportunistic scheduling). A timeline is fixed, so that part
+    is left out.
     """
     ranks, last = size.ranks, size.ranks - 1
     queues: list[list[deque[int]]] = [[deque() for _ in range(4)] for _ in range(ranks)]
@@ -317,12 +319,12 @@ def _update_size(size: Size) -> int:
 
 
 def _pipedream(size: Size) -> Timeline:
-    """1F1B without a flush between updates: on rank r weights are p - 1 - r updates old."""
+    """1F1B without a flush between updates: on rank r, the weights are p - 1 - r updates old."""
     return _updating(size, 1, _stashed, size.every or 1)
 
 
 def _double_buffered(size: Size) -> Timeline:
-    """1F1B; every update reads the weights one update old, so that two versions suffice."""
+    """1F1B; every update reads weights that are one update old, so two versions are enough."""
     return _updating(size, 1, _one_late, _update_size(size))
 
 
@@ -339,17 +341,17 @@ def _too_few(size: Size) -> Problem | None:
 
 
 def _pipemare(size: Size) -> Timeline:
-    """Microbatches 2 (p-1-r) apart on rank r; F and B read the weights as they come."""
+    """F runs 2 (p-1-r) microbatches ahead of B on rank r; both read the newest weights."""
     return _updating(size, 2, _at_hand, _update_size(size))
 
 
 def _pipelined(size: Size) -> Timeline:
-    """PipeMare with an update after every microbatch: F on rank r is 2 (p-1-r) updates old."""
+    """PipeMare with an update after every microbatch; F on rank r is 2 (p-1-r) updates late."""
     return _updating(size, 2, _at_hand, size.every or 1)
 
 
 def _idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W): filled and drained once a step, however many updates it holds."""
+    """(p-1) (F + I + W): the pipeline fills and drains once a step, not once an update."""
     return flushed(size)
 
 

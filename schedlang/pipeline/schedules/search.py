@@ -435,7 +435,7 @@ def search(known: tuple[Order, ...]) -> Order:
         return searched(size, known)
 
     def make(size: Size) -> Timeline:
-        """The best of all orders that fit, of list schedules and of repeating patterns."""
+        """The best of all orders, list schedules and repeating patterns that fit in memory."""
         try:
             hash(size)
         except TypeError:  # costs that are lists

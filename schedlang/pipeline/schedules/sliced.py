@@ -22,10 +22,10 @@ from schedlang.pipeline.timeline.table import Timeline
 
 
 def _seq1f1b(size: Size) -> Timeline:
-    """One forward and one backward of a slice in turn, after p - r - 2 + k forwards on rank r.
+    """Rank r runs p - r - 2 + k forwards of slices, then one forward and one backward in turn.
 
-    The first backward is that of the last slice of its microbatch, so k - 1 more are in flight
-    than in 1F1B.
+    The first backward is that of the last slice of its microbatch, so k - 1 more slices are in
+    flight than in 1F1B.
     """
     warmup = [size.ranks - rank - 2 + size.slices for rank in range(size.ranks)]
     micro, part = np.divmod(np.arange(size.micro * size.slices), size.slices)
@@ -57,7 +57,7 @@ def _idle(size: Size) -> Fraction:
 
 
 def _seq_peak(size: Size) -> Fraction:
-    """min(p - 1 + k, m k) slices on rank 0, of 1/k each."""
+    """min(p - 1 + k, m k) slices on rank 0, each 1/k of a microbatch."""
     most = min(size.ranks - 1 + size.slices, size.micro * size.slices)
     return Fraction(most, size.slices)
 

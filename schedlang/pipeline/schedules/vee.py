@@ -20,9 +20,9 @@ KINDS = np.repeat(np.array([Kind.F, Kind.I, Kind.W, Kind.B], dtype=np.int32), 2)
 
 
 def _zb_v(size: Size) -> Timeline:
-    """Zero Bubble, §6: without idle time on any rank where F, I and W take equally long.
+    """No rank idles if F, I and W take equally long (Zero Bubble, §6).
 
-    Fewer than 2p - 1 microbatches run as the first of that many.
+    Fewer than 2p - 1 microbatches run as the first ones of 2p - 1.
     """
     p, n = size.ranks, max(size.micro, 2 * size.ranks - 1)
 
@@ -36,9 +36,9 @@ def _zb_v(size: Size) -> Timeline:
 
 
 def _dualpipe_v(size: Size) -> Timeline:
-    """One direction of DualPipe, split in half and folded; F and B that it overlaps are neighbours.
+    """One direction of DualPipe, cut in half and folded; F and B that it overlaps are adjacent.
 
-    Fewer than 2p microbatches run as the first of that many.
+    Fewer than 2p microbatches run as the first ones of 2p.
     """
     p, n = size.ranks, max(size.micro, 2 * size.ranks)
     return laid((v_row(size, r, two_way(p, r, n)) for r in range(p)), size.micro)
@@ -87,14 +87,14 @@ def numbered(steps: Sequence[int] | Ints) -> tuple[Column, Ints, Ints]:
 
 
 def _zb_v_idle(size: Size) -> Fraction | None:
-    """(p-1) (I - W), so none at equal times; for W <= F <= I and 2p - 1 microbatches."""
+    """(p-1) (I - W), so 0 for equal times; for W <= F <= I and 2p - 1 microbatches or more."""
     f, i, w = times(size)
     enough = size.micro >= 2 * size.ranks - 1
     return (size.ranks - 1) * (i - w) if w <= f <= i and enough else None
 
 
 def _dualpipe_v_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - min(I, W)) / 2 for I <= F <= I + W and 2p microbatches.
+    """(p-1) (F + I - min(I, W)) / 2 for I <= F <= I + W and 2p microbatches or more.
 
     The paper's own form counts F and B that overlap as one: (p-1) (F&B + B - 3W) / 2.
     """
@@ -225,9 +225,9 @@ def _squeezed(block: Block, size: Size) -> Timeline:
 
 
 def _v_half(size: Size) -> Timeline:
-    """Half of 1F1B's activations: Table 9's offsets; chunk 1 lives r/2 intervals on rank r.
+    """Half of 1F1B's activations, by Table 9's offsets; chunk 1 keeps its own for r/2 intervals.
 
-    For odd p forwards wait for one another as long as in the block.
+    If p is odd, a rank has no more microbatches between its two forwards than in the block.
     """
     p, r = size.ranks, np.arange(size.ranks)
     turn = 3 * p - 1 if p % 2 else 3 * p + 2
@@ -242,10 +242,10 @@ def _v_half_limit(size: Size) -> int:
 
 
 def _v_min(size: Size) -> Timeline:
-    """A third of 1F1B's activations: Table 8's offsets; chunk 1 lives r/3 intervals on rank r.
+    """A third of 1F1B's activations, by Table 8's offsets; chunk 1 keeps its own for r/3 intervals.
 
-    The wait of two slots before I1, which the table has where 3 divides p, is kept for every p:
-    operations only take their turns from the block, and so the idle time is the least possible.
+    If 3 divides p, Table 8 waits two slots before I1; here every p has this wait. Only the order of
+    operations comes from the block, so the idle time is the least possible.
     """
     p, r = size.ranks, np.arange(size.ranks)
     offsets = np.array([r, 2 * p - 1 - r, 2 * p + 2 + r, 4 * p + 1 - r])
@@ -258,7 +258,7 @@ def _v_min_limit(size: Size) -> int:
 
 
 def _one_f_one_b_v(size: Size) -> Timeline:
-    """Whole backwards, of two slots: the block repeated as it is, idle slots left out."""
+    """Full backwards of two slots: the block is repeated as it is, without its idle slots."""
     offsets, parts = _unsplit(size.ranks), np.array([F0, F1, B1, B0])
     micro = np.arange(size.micro) * INTERVAL
     rows = []
@@ -315,7 +315,7 @@ def _one_f_one_b_v_limit(size: Size) -> int:
 
 
 def _one_f_one_b_v_idle(size: Size) -> Fraction | None:
-    """6 (p-1) + (p-1) mod 3 slots, of F / 2 = (I + W) / 4, for p microbatches."""
+    """(6 (p-1) + (p-1) mod 3) F / 2, if I + W = 2F, for p microbatches or more."""
     f, i, w = times(size)
     if i + w != 2 * f or size.micro < size.ranks:
         return None

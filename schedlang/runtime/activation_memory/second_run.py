@@ -6,6 +6,7 @@ comparison, the results that a program saves for the second run.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ _NAMES = {"lift_fresh": "from_numpy"}  # the only call that makes a tensor of da
 class Difference:
     """The first call of torch in which two runs of a module differ.
 
-    `first` and `second` are its arguments, or "" where a run does not make the call.
+    `first` and `second` are its arguments, or "" where a run does not make the call.  If `drawn` is
+    set, there is no such call: the module has drawn random numbers from this generator.
     """
 
     module: str
@@ -56,6 +58,7 @@ class Difference:
     place: str
     first: str
     second: str
+    drawn: str = ""
 
 
 class Repeats:
@@ -80,7 +83,9 @@ class Repeats:
         name = self.names[unit]
         kind = self.kinds[name]
         if kind in self.seen:
-            return original(*args, **kwargs)
+            output, drawn = self._called(name, original, args, kwargs)
+            self.found += drawn
+            return output
         self.seen.add(kind)
         if torch._C._are_functorch_transforms_active():
             raise Refusal.of(
@@ -93,15 +98,48 @@ class Repeats:
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
         draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
-        output = original(*args, **kwargs)  # state made at the first call exists now
+        # state made at the first call exists after it
+        output, drawn = self._called(name, original, args, kwargs)
         before = Before(modules_in(module))
         with draws:
             first = _calls(original, put(template, tensors))
         before.settle(name)
         with draws, before.again():
             second = _calls(original, put(template, tensors))
-        self.found += list(_differences(name, first, second))[:1]
+        self.found += list(_differences(name, first, second))[:1] or drawn
         return output
+
+    def _called(
+        self, name: str, original: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Difference]]:
+        """A call; that it draws is seen by generators that have moved, not by what they gave.
+
+        A layer of a low rate may well draw alike twice, and one of rate 0 tells nothing of others.
+        """
+        module = self.model.get_submodule(name)
+        before = _others(module)
+        output = original(*args, **kwargs)
+        after = _others(module)
+        moved = [where for where, state in after.items() if before.get(where, state) != state]
+        return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
+
+
+def _others(module: nn.Module) -> dict[str, object]:
+    """Return the states of generators that no recomputation replays, by what they are."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        found["`numpy.random`"] = (keys.tobytes(), *rest)
+    for _, one in modules_in(module):
+        for name, value in vars(one).items():
+            if isinstance(value, random.Random):
+                found[f"its own generator `{name}`"] = value.getstate()
+            elif type(value).__module__.startswith("numpy.random") and hasattr(
+                value, "bit_generator"
+            ):
+                found[f"its own generator `{name}`"] = str(value.bit_generator.state)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Groups of ranks along axes of the mesh, and differentiable collectives over one of them.
+"""Groups of ranks along mesh axes, and differentiable collectives over one of them.
 
-* Differentiable collectives over one group of ranks; each counts what it sends. `enter`/`reduce`
-  are the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019), `gather`/ `scatter_sum` the
-  pair of its sequence parallelism (Korthikanti et al. 2022).
-* Differentiable collectives that move parts between ranks and add nothing up: all-to-all.
-* A sum over ranks whose gradients are summed as well: every rank's loss depends on the total.
+* Differentiable collectives over one group of ranks; each reports the bytes that it sends. `enter`
+  and `reduce` are the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019), `gather` and
+  `scatter_sum` the pair of its sequence parallelism (Korthikanti et al. 2022).
+* Differentiable collectives that move shards between ranks without a sum: all-to-all.
+* An all-reduce whose gradients are all-reduced too: every rank's loss depends on the total.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from schedlang.runtime.device import HOST
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along some mesh axes that this rank talks to.
+    """The ranks along some mesh axes that this rank communicates with.
 
-    `ranks` are global ranks in mesh order, `rank` the place of this one among them.  Without a
-    process group (`pg` None) collectives only give tensors of the right shape: a dry run.
-    `order`: the places in the process group of the ranks, where they are not in mesh order.
-    `device`: where the tensors lie that it is given.
+    ranks   global ranks in mesh order
+    rank    the index of this rank among them
+    pg      the process group; None: a dry run, collectives only return tensors of the right shape
+    label   the module that issues the collectives, for listeners
+    order   the places of the ranks in the process group, if they are not in mesh order
+    device  the device of the tensors
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     rank: int
     pg: dist.ProcessGroup | None = None
-    label: str = ""  # whose collectives these are, for those who listen
+    label: str = ""  # the module that issues its collectives, for listeners
     order: tuple[int, ...] = ()
     device: torch.device = field(default=HOST, compare=False)
 
@@ -60,7 +62,8 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener(kind, group, bytes)` at each collective; the bytes of the whole tensor."""
+    """Call `listener(kind, group, bytes)` at each collective within the block; bytes of the full
+    tensor."""
     _listeners.append(listener)
     try:
         yield
@@ -69,19 +72,19 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def count(kind: str, group: Group, whole: Tensor) -> None:
-    """Tell whoever listens of a collective on `whole`."""
+    """Report a collective on `whole` to the listeners."""
     for listener in _listeners:
         listener(kind, group, whole.numel() * whole.element_size())
 
 
-# -- plain collectives: new tensor out, input untouched -------------------------------------------
+# -- plain collectives: they return a new tensor, the input does not change ------------------------
 
 
 def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
-    """A tensor of this shape for what a group makes of `x`.
+    """Return a tensor of this shape for the result of a collective on `x`.
 
-    In a dry run it is written from `x`: who follows which values are read of which sees that this
-    one is made of that one.
+    In a dry run it is written from `x`, so that code which follows values sees that it depends on
+    `x`.
     """
     out = x.new_empty(shape)
     if group.pg is None and x.numel():
@@ -91,7 +94,7 @@ def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
 
 @fresh
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group, a new tensor."""
+    """Return the sum over the group, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     count("all-reduce", group, out)
     if group.pg is not None:
@@ -101,7 +104,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 @fresh
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The tensors of all ranks side by side along `dim`, in group order."""
+    """Return the tensors of all ranks, concatenated along `dim` in group order."""
     x = x.contiguous()
     out = room(x, (group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,), group)
     count("all-gather", group, out)
@@ -115,7 +118,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 @fresh
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part along `dim` of the sum over the group."""
+    """Return this rank's shard along `dim` of the sum over the group."""
     parts = x
     if dim % x.ndim or group.order:
         pieces = x.chunk(group.size, dim)
@@ -130,8 +133,8 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 @fresh
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
-    """The tensor of the rank at place `source`; of the others' only shape and dtype matter."""
-    # a new tensor at the source too: a recomputation that keeps results writes them into it
+    """Return the tensor of the rank at index `source`; of others only shape and dtype are used."""
+    # a new tensor at the source too: a recomputation that stores results writes them into it
     own = group.rank == source
     out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
     count("broadcast", group, out)
@@ -141,7 +144,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 
 
 def reduce_to(x: Tensor, target: int, group: Group) -> Tensor | None:
-    """The sum over the group, at the rank at place `target`; None at the others."""
+    """Return the sum over the group at the rank with index `target`; None at the others."""
     out = x.clone(memory_format=torch.contiguous_format)
     count("reduce", group, out)
     if group.pg is not None:
@@ -150,12 +153,12 @@ def reduce_to(x: Tensor, target: int, group: Group) -> Tensor | None:
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's equal part of `x` along `dim`."""
+    """Return this rank's equal shard of `x` along `dim`."""
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
-# -- differentiable crossings between what all ranks hold alike and what each holds a part of -----
-# A backward that is derived once more (a penalty on gradients) crosses back by their conjugates.
+# -- differentiable conversions between replicated and sharded or partial tensors ------------------
+# A backward that is differentiated again (a penalty on gradients) uses the conjugates.
 
 
 class _Enter(torch.autograd.Function):
@@ -166,7 +169,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # a new tensor: autograd may hand the same gradient to another branch
+        # a new tensor: autograd may pass the same gradient to another branch
         back = reduce if torch.is_grad_enabled() else all_reduce
         return back(grads[0], ctx.group), None
 
@@ -212,36 +215,37 @@ class _Scatter(torch.autograd.Function):
         return whole, None, None, None
 
 
-# those of one kind each, that add nothing up over another axis and move nothing
+# functions with one kind of collective each, without a sum over another axis and without moves
 PLAIN = (_Enter, _Reduce, _Gather, _Scatter)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Enter a region where ranks differ with a tensor alike on all: backward sums its gradients."""
+    """Enter a region where ranks differ with a replicated tensor: backward all-reduces its
+    gradient."""
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' parts, alike on all: backward passes the gradient on."""
+    """All-reduce a partial tensor to a replicated one: backward passes the gradient on."""
     return cast(Tensor, _Reduce.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def gather(x: Tensor, dim: int, group: Group, *, consumers_differ: bool) -> Tensor:
-    """All parts side by side along `dim`.
+    """All-gather shards along `dim`.
 
-    consumers_differ: what follows differs by rank, so backward sums (reduce-scatter); otherwise
-    every rank computes the same gradient and keeps its part.
+    `consumers_differ`: consumers of the result differ by rank, so backward is a reduce-scatter;
+    otherwise every rank computes the same gradient and takes its shard.
     """
     return cast(Tensor, _Gather.apply(x, dim, group, consumers_differ))  # type: ignore[no-untyped-call]
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of the sum of the ranks' tensors."""
+    """Reduce-scatter: return this rank's shard of the sum of the ranks' tensors."""
     return cast(Tensor, _Scatter.apply(x, dim, group, True))  # type: ignore[no-untyped-call]
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of a tensor that is alike on all ranks: backward gathers."""
+    """Return this rank's shard of a replicated tensor: backward is an all-gather."""
     return cast(Tensor, _Scatter.apply(x, dim, group, False))  # type: ignore[no-untyped-call]
 
 
@@ -249,10 +253,10 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
 def exchanged(
     x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
 ) -> Tensor:
-    """Rows of `x` to the ranks of a group, in group order, and the rows that they give to this one.
+    """Send rows of `x` to the ranks of a group, in group order; return the rows received from them.
 
-    `give` and `take` count the rows for each rank; without them all get equal shares.  Without a
-    process group (a dry run) only the shape is right.
+    `give` and `take` are the numbers of rows for each rank; without them, rows are split equally.
+    Without a process group (a dry run) only the shape is right.
     """
     rows = sum(take) if take else x.shape[0]
     out = room(x, (rows, *x.shape[1:]), group)
@@ -279,15 +283,15 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()) -> Tensor:
-    """The same, and gradients go back the way that their rows came."""
+    """Exchange rows like `exchanged`; the gradients of rows are sent back."""
     return cast(Tensor, _Exchange.apply(x, group, give, take))  # type: ignore[no-untyped-call]
 
 
 def switch(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
-    """A part along dim `held`, with all of dim `wanted`, for a part of `wanted` with all of `held`.
+    """Convert a shard along dim `held` to a shard along dim `wanted`.
 
-    One all-to-all of what a rank holds, and one back (Zhao et al.: DSP, Dynamic Sequence
-    Parallelism, 2024); gradients go back the way that their numbers came.
+    One all-to-all of the shard, and one in backward (Zhao et al.: DSP, Dynamic Sequence
+    Parallelism, 2024).
     """
     parts = torch.cat([part.flatten() for part in x.chunk(group.size, wanted)])
     came = exchange(parts.view(group.size, -1), group)
@@ -297,7 +301,7 @@ def switch(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """The sum over ranks, forward and backward."""
+    """All-reduce in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -307,13 +311,13 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Each rank used the total for its own rows or positions."""
+        """Sum the gradients: each rank used the total for its own rows or positions."""
         back = summed if torch.is_grad_enabled() else all_reduce
         return back(grads[0], ctx.group), None
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum of `x` over the ranks of a group, whose gradients are summed too."""
+    """Return the sum of `x` over the ranks of a group; gradients are summed too."""
     return cast(Tensor, Total.apply(x, group))  # type: ignore[no-untyped-call]
 
 
@@ -321,12 +325,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All that a program knows of whom it talks to; made once, when it is built.
+    """The groups of ranks that a program communicates with; made once, when it is built.
 
-    device  where this rank computes: collectives of a step are given tensors that lie there
-    world   the job: its backends, its time-out, and a group for facts of the host
-
-    Groups are made when first asked for: all ranks must ask for the same ones in the same order.
+    device  where this rank computes: collectives of a step get tensors on this device
+    world   the job: its backends, its timeout, and a group for host data
+    Groups are made at their first use: all ranks must use the same ones in the same order.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device = devices.HOST) -> None:
@@ -339,10 +342,11 @@ class Ranks:
         self.mesh, self.device = mesh, device
         self.rank = self.world.rank
         self.at = mesh.coordinates(self.rank)
-        self._along: dict[tuple[str, ...], Group] = {}  # asked for by every sharded module
+        self._along: dict[tuple[str, ...], Group] = {}  # looked up by every sharded module
 
     def place(self, axis: str) -> int:
-        """The place of this rank along an axis or a view, from 0; refuses others (S204)."""
+        """Return the coordinate of this rank along an axis or a view, from 0; refuses others
+        (S204)."""
         if axis not in self.mesh.names:
             raise Refusal.of(
                 "S204",
@@ -354,18 +358,19 @@ class Ranks:
         return self.mesh.index(self.rank, axis)
 
     def group(self, over: str | Sequence[str]) -> Group:
-        """This rank's group along axes; a group of one has no process group."""
+        """Return this rank's group along axes; a group of one has no process group."""
         name = (over,) if isinstance(over, str) else tuple(over)
         if name not in self._along:
             axes = self.mesh.fold(over)
             made = self._made(name, self.mesh.groups(axes), self.mesh.index_at(self.at, axes))
-            if isinstance(over, str) and "." in over:  # numbered by the axes as they are named
+            # numbered by the axes in the order of the name
+            if isinstance(over, str) and "." in over:
                 made = self._ordered(made, over)
             self._along[name] = made
         return self._along[name]
 
     def _ordered(self, group: Group, over: str) -> Group:
-        """The same ranks, counted by the axes in the order in which they are named."""
+        """Return the group with ranks in the order of the axes as they are named."""
         ranks = self.mesh.group(self.rank, over)
         if ranks == group.ranks:
             return group
@@ -373,25 +378,27 @@ class Ranks:
         return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
     def again(self, over: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
-        """A further process group over the same ranks, for traffic that waits for no other."""
+        """Return another process group of the same ranks, whose traffic waits for no other."""
         return self.world.made(self.mesh.groups(self.mesh.fold(over)), purpose)
 
     def between(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
-        """A process group over the same ranks, in which no pair's messages wait for another's."""
+        """Return a process group of the same ranks in which messages of pairs do not wait for each
+        other."""
         return self.world.between(self.mesh.groups(self.mesh.fold(over)), purpose)
 
     def on_host(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
-        """A process group over the same ranks for facts of the host; None for a group of one."""
+        """Return a process group of the same ranks for host data; None for a group of one."""
         groups = self.mesh.groups(self.mesh.fold(over))
         return self.world.on_host(groups, purpose) if len(groups[0]) > 1 else None
 
     @property
     def one_way(self) -> bool:
-        """Whether messages of two ranks in both directions could stop each other in one group."""
+        """Whether messages in both directions between two ranks could deadlock in one group."""
         return self.world.queues(self.device)
 
     def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
-        """This rank's group among disjoint ones that need not cover the world; None if in none."""
+        """Return this rank's group among disjoint ones that need not cover the world; None if in
+        none."""
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         if mine is None:
             self.world.made(groups)
@@ -406,7 +413,7 @@ class Ranks:
         return Group(axes, mine, place, made if len(mine) > 1 else None, device=self.device)
 
     def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
-        """A mesh for fully_shard, of a group made here."""
+        """Return a device mesh for fully_shard, from a group made here."""
         inner = self.group(tuple(shard))
         assert inner.pg is not None
         return DeviceMesh.from_group(inner.pg, self.device.type, mesh_dim_names=("shard",))
@@ -414,7 +421,8 @@ class Ranks:
 
 @contextmanager
 def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
-    """Make these ranks of the job the world, inside the block (S607); None: it stays as it is."""
+    """Make these ranks of the job the world, inside the block; None: no change. Raises Refusal
+    S607."""
     if ranks is None:
         yield
         return
@@ -434,7 +442,7 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
 
 
 def in_its_world(cls: type[T]) -> type[T]:
-    """A program whose public methods run in its world, where that is a part of the job."""
+    """Decorate a class whose public methods run in the world of its program's ranks."""
     for name, found in list(vars(cls).items()):
         if isinstance(found, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_world(found))

@@ -1,6 +1,6 @@
-"""Pickle values for other ranks: tensors of accelerators by way of the host, or apart from it.
+"""Pickle values for other ranks: accelerator tensors by way of the host, or separately as bytes.
 
-* Pickle tensors of the host as arrays: torch writes an archive for each, ten times as slow.
+Host tensors are pickled as numpy arrays: torch writes an archive for each, ten times as slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from schedlang.runtime import device as devices
 
-# those that numpy has; bfloat16 and narrower floats go torch's way
+# dtypes that numpy has; bfloat16 and narrower floats are pickled by torch
 DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64),
@@ -27,8 +27,8 @@ DTYPES = frozenset(
 def reduced(value: Any) -> Any:
     """Reduce a plain tensor, for a pickler's `reducer_override`; NotImplemented for all else.
 
-    Plain is what its numbers, shape and dtype tell whole: it lies in one piece that nobody else
-    has a part of, and has neither a gradient to come nor attributes.
+    A plain tensor is fully described by its numbers, shape and dtype: it is contiguous, owns its
+    storage alone, requires no gradient and has no attributes.
     """
     if type(value) is not Tensor or value.dtype not in DTYPES or not devices.on_host(value):
         return NotImplemented
@@ -38,20 +38,22 @@ def reduced(value: Any) -> Any:
         return NotImplemented
     if value.untyped_storage().nbytes() != value.numel() * value.element_size():
         return NotImplemented
-    return _restored, (value.numpy(),)
+    return _from_array, (value.numpy(),)
 
 
-def _restored(array: Any) -> Tensor:
-    return torch.from_numpy(array).clone()  # where torch puts tensors: some kernels look at it
+def _from_array(array: Any) -> Tensor:
+    # clone: aligned as torch allocates, which some kernels require
+    return torch.from_numpy(array).clone()
 
 
-_WIDEST = 16  # bytes of the widest number: where tensors may begin
+_ALIGNMENT = 16  # bytes of the widest number: alignment of tensors
 
 
 def taken_out(value: object, device: torch.device) -> tuple[bytes, Tensor]:
-    """A value without its tensors on a kind of device, and these as bytes, one behind the other."""
+    """Pickle a value without its tensors on a kind of device; return these as one tensor of
+    bytes."""
     data = io.BytesIO()
-    pickler = _Without(data, device)
+    pickler = _CollectTensors(data, device)
     pickler.dump(value)
     none = torch.empty(0, dtype=torch.uint8, device=device)
     return data.getvalue(), torch.cat([none, *map(_as_bytes, pickler.tensors)])
@@ -59,34 +61,34 @@ def taken_out(value: object, device: torch.device) -> tuple[bytes, Tensor]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % _WIDEST))
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
 
 def put_back(data: bytes, flat: Tensor) -> Any:
-    """The value of `taken_out`, its tensors views of `flat` where that is mostly them."""
-    return _With(io.BytesIO(data), flat).load()
+    """Rebuild the value of `taken_out`; large tensors are views of `flat`."""
+    return _InsertTensors(io.BytesIO(data), flat).load()
 
 
 class Pickler(pickle.Pickler):
-    """Leaves no trace of whose device a tensor was on: another rank has another; see `reduced`."""
+    """Pickles accelerator tensors without their device, because other ranks have other devices."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a tensor on an accelerator as its values in host memory, with a mark of where it
-        was."""
+        """Reduce an accelerator tensor to its values in host memory, to be moved to the reader's
+        device."""
         if type(value) in (Tensor, nn.Parameter) and devices.on_accelerator(value):
-            return _arrived, (value.detach().cpu(),)
+            return _on_local_device, (value.detach().cpu(),)
         return reduced(value)
 
 
 def packed(value: object) -> bytes:
-    """A value as bytes that any rank can read."""
+    """Pickle a value to bytes that any rank can read."""
     data = io.BytesIO()
     Pickler(data).dump(value)
     return data.getvalue()
 
 
-class _Without(Pickler):
-    """Notes tensors on a kind of device in place of writing them."""
+class _CollectTensors(Pickler):
+    """Collects tensors on a kind of device instead of writing them."""
 
     def __init__(self, data: io.BytesIO, device: torch.device) -> None:
         super().__init__(data)
@@ -95,33 +97,32 @@ class _Without(Pickler):
         self.at = 0
 
     def persistent_id(self, value: Any) -> Any:
-        """Return for a tensor on this device the offset of its bytes, its dtype and its shape; else
-        None."""
+        """Return for a tensor on this device its byte offset, dtype and shape; else None."""
         if type(value) is not Tensor or not devices.same_kind(value.device, self.device):
             return None
         if value.layout != torch.strided or value.is_complex() or value.is_quantized:
             return None
         at = self.at
-        self.at += -(-value.numel() * value.element_size() // _WIDEST) * _WIDEST
+        self.at += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.tensors.append(value)
         return at, value.dtype, tuple(value.shape)
 
 
-class _With(pickle.Unpickler):
-    """Finds the tensors that were left out among the bytes that came beside."""
+class _InsertTensors(pickle.Unpickler):
+    """Finds the collected tensors among the bytes that were sent with the pickle."""
 
     def __init__(self, data: io.BytesIO, flat: Tensor) -> None:
         super().__init__(data)
         self.flat = flat
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """A tensor in the memory that came."""
+        """Return a tensor from the received memory."""
         at, dtype, shape = pid
         size = math.prod(shape) * dtype.itemsize
         found = self.flat[at : at + size].view(dtype).view(shape)
-        # what is small must not keep all of it alive
+        # a small tensor must not keep all of the memory alive
         return found if 2 * size >= self.flat.numel() else found.clone()
 
 
-def _arrived(value: Tensor) -> Tensor:
+def _on_local_device(value: Tensor) -> Tensor:
     return value.to(devices.own_device())

@@ -1,8 +1,8 @@
-"""A job's store that is out of reach ends the ranks that need it.
+"""End ranks whose job store no longer answers.
 
-torch's client waits for an answer without an end: where the machine of the store is cut off, or the
-process that keeps it is stopped, no request returns, neither this project's nor torch's own.  So
-one thread asks again and again, and another one looks when it was last answered.
+torch's client waits for an answer without a timeout: if the store's machine is cut off or its
+process is stopped, no request returns. So one thread keeps asking the store, and another checks
+when it last answered.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Refusal
 
 LOST = 25.0  # seconds without an answer
-ENDS = 3  # the exit code: it could not be checked, or done
-_LOOK = 1.0  # seconds between two looks
-_STILL = 2.0  # seconds beyond that; more, and this process or the whole machine was stopped
+ENDS = 3  # exit code: could not be checked or done
+_CHECK = 1.0  # seconds between two checks
+_GAP = 2.0  # additional seconds; after longer gaps, this process or the machine was stopped
 _KEY = "schedlang/reach"
 
 
-WATCHERS: set[int] = set()  # threads that only look, as the system numbers them
-_kept = False
+WATCHERS: set[int] = set()  # native ids of threads that only watch
+_watching = False
 
 
 def keep(connect: Callable[[], Any]) -> None:
-    """Watch the job's store until this process ends; once.
+    """Watch the job's store until this process ends; later calls do nothing.
 
-    connect  makes a connection to it, in another thread: that, too, can wait without an end
+    connect  makes a connection to the store; called in another thread, since it may wait forever
     """
-    global _kept
-    if _kept:
+    global _watching
+    if _watching:
         return
-    _kept = True
+    _watching = True
     reach = Reach(connect, LOST, _end)
     names = {reach.ask: "asks", reach.run: "looks"}
     threads = [
@@ -46,11 +46,12 @@ def keep(connect: Callable[[], Any]) -> None:
     ]
     for thread in threads:
         thread.start()
-    atexit.register(reach.stop, threads)  # one that comes back while Python ends would abort it
+    # a thread that returns while Python ends would abort the process
+    atexit.register(reach.stop, threads)
 
 
 class Reach:
-    """Watches when a store has answered last; where it does not, `end` is called, once."""
+    """Watches when a store last answered; calls `end`, once, if it does not."""
 
     def __init__(
         self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]
@@ -60,40 +61,41 @@ class Reach:
         self.heard = self.looked = time.monotonic()
 
     def stop(self, threads: list[threading.Thread]) -> None:
-        """End both threads; one that still waits for the store is left."""
+        """End both threads; do not wait for one that waits for the store."""
         self.ended.set()
         for thread in threads:
-            thread.join(2 * _LOOK)
+            thread.join(2 * _CHECK)
 
     def ask(self) -> None:
-        """Ask again and again.  A store that is closed ends it: what that means others see."""
+        """Keep asking the store; end if the store is closed, which other code reports."""
         WATCHERS.add(threading.get_native_id())
         with suppress(RuntimeError):
             store = self.connect()
-            while not self.ended.wait(_LOOK):
+            while not self.ended.wait(_CHECK):
                 store.add(_KEY, 0)
                 self.heard = time.monotonic()
         self.ended.set()
 
     def run(self) -> None:
-        """Look again and again, until the process ends or the store is closed."""
+        """Keep checking, until the process ends or the store is closed."""
         WATCHERS.add(threading.get_native_id())
-        while not self.ended.wait(_LOOK):
+        while not self.ended.wait(_CHECK):
             self.look()
 
     def look(self) -> None:
-        """End if the store has not answered for so long, time apart in which nothing ran here."""
+        """Call `end` if the store has not answered in time; time in which this process stood is
+        excluded."""
         now = time.monotonic()
-        stood, self.looked = now - self.looked - _LOOK, now
-        if stood > _STILL:
-            self.heard += stood
+        stopped, self.looked = now - self.looked - _CHECK, now
+        if stopped > _GAP:
+            self.heard += stopped
         if now - self.heard > self.lost:
             self.ended.set()
             self.end(self.lost)
 
 
 def refused(seconds: float) -> Refusal:
-    """Say that the store's keeper does not answer."""
+    """Return the refusal S651: the job's store does not answer."""
     where = ":".join(filter(None, map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))))
     at = f" at {where}" if where else ""
     return Refusal.of(
@@ -105,7 +107,7 @@ def refused(seconds: float) -> Refusal:
 
 
 def _end(seconds: float) -> None:
-    """End this process, whose main thread waits for ever; one rank of each node tells why."""
+    """End this process, whose main thread waits forever; one rank of each node prints why."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(refused(seconds), file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""One rank of a world that is not there: what it would send is written down, and goes nowhere.
+"""Dry run of one rank of a world without the other ranks: its communication is logged, not sent.
 
-Groups are torch's own, of its `fake` backend; the functions of torch.distributed that the runtime
-calls are replaced while it runs.
+Process groups are torch's own, with its `fake` backend; the functions of torch.distributed that the
+runtime calls are replaced while the dry run lasts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedlang.runtime.comm.collectives import Group, listening
 
 @dataclass(frozen=True)
 class Lane:
-    """A process group: its ranks, and which one of several over the same ranks."""
+    """A process group: its ranks, and its number among several groups of the same ranks."""
 
     ranks: tuple[int, ...]
     number: int = 0
@@ -35,8 +35,9 @@ class Lane:
 class Sent:
     """One operation of one rank: a collective, a message, or the making of a group (`lane` None).
 
-    `how` is the reduction, or the root; `ends` the two ranks of a message, from and to; `fqn` for
-    whose sake, where that is told.
+    how   the reduction, or the root
+    ends  sender and receiver of a message
+    fqn   the module that issues it, if known
     """
 
     op: str
@@ -53,19 +54,19 @@ class Sent:
         return f"{self.op}{how}{what}"
 
 
-# told of every collective and message: its name, between which ranks, its tensors, its two ends
+# called at every collective and message: its name, its group, its tensors, its two ends
 Hear = Callable[[str, Lane, Sequence[Tensor], tuple[int, int] | None], None]
 
 
 class Done:
-    """The handle of an operation that needs no waiting."""
+    """The handle of an operation that is done."""
 
     def wait(self, timeout: object = None) -> bool:
-        """Nothing to wait for."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
@@ -75,27 +76,27 @@ class Tap:
     def __init__(self, rank: int, world: int, hear: Hear | None = None) -> None:
         self.rank, self.hear = rank, hear
         self.log: list[Sent] = []
-        self.summed: list[tuple[Lane, Tensor]] = []  # what was given to all-reduces
+        self.summed: list[tuple[Lane, Tensor]] = []  # inputs of all-reduces
         self._lanes: dict[Any, Lane] = {}
-        self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
-        self.told = ""  # for whose sake the next collective is
+        self._count = {tuple(range(world)): 1}  # ranks -> number of groups over these ranks
+        self.told = ""  # the module that issues the next collective
 
     def listen(self, kind: str, group: Group, size: int) -> None:
-        """The runtime tells of a collective before it asks for it."""
+        """Note the label of the next collective, which the runtime reports before calling torch."""
         self.told = group.label
 
     def note(self, sent: Sent, tensor: Tensor | None = None) -> Done:
-        """Write one operation down."""
+        """Log one operation."""
         sent, self.told = replace(sent, fqn=self.told), ""
         self.log.append(sent)
-        # kept for who asks which gradients it was, and not where memory is watched
+        # kept alive to find out which gradients they are, but not while memory is measured
         summed = self.hear is None and sent.op == "all_reduce"
         if tensor is not None and summed and sent.lane is not None:
             self.summed.append((sent.lane, tensor))
         return Done()
 
     def lane(self, group: Any) -> Lane:
-        """The lane of a process group; None is the world."""
+        """Return the lane of a process group; None is the world."""
         group = dist.group.WORLD if group is None else group
         if group not in self._lanes:
             self._lanes[group] = Lane(tuple(dist.get_process_group_ranks(group)))
@@ -103,11 +104,11 @@ class Tap:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The groups that this rank is in, as far as they were made or used."""
+        """The groups of this rank that were made or used."""
         return tuple(self._lanes.values())
 
     def made(self, ranks: Sequence[int], group: Any) -> None:
-        """A group was made; every rank of the world takes part in that."""
+        """Log that a group was made; every rank of the world takes part in that."""
         key = tuple(ranks)
         number = self._count.setdefault(key, 0)
         self._count[key] += 1
@@ -116,8 +117,8 @@ class Tap:
             self._lanes[group] = Lane(key, number)
 
 
-def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
-    """Return the stand-ins for functions of torch.distributed."""
+def _replacements(tap: Tap) -> dict[str, Callable[..., Any]]:
+    """Return replacements for functions of torch.distributed."""
     plain_new = dist.new_group
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
             if tap.hear is not None:
                 tap.hear(name, tap.lane(group), given, None)
-            return tap.note(_sent(name, tap.lane(group), held, how), held)
+            return tap.note(_operation(name, tap.lane(group), held, how), held)
 
         return run
 
@@ -147,17 +148,17 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
             if tap.hear is not None:
                 tap.hear(name, tap.lane(group), [tensor], ends)
-            return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
+            return tap.note(_operation(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run
 
     return {
-        **_newer(collective),
+        **_new_names(collective),
         "new_group": new_group,
         "all_reduce": collective("all_reduce", 0),
         "all_gather_into_tensor": collective("all_gather", 0),
         "reduce_scatter_tensor": collective("reduce_scatter", 1),
-        "all_to_all_single": collective("all_to_all", 9),  # counts may differ from rank to rank
+        "all_to_all_single": collective("all_to_all", 9),  # row counts may differ from rank to rank
         "broadcast": collective("broadcast", 0),
         "reduce": collective("reduce", 0),
         "barrier": collective("barrier", 9),
@@ -168,9 +169,8 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, Any]:
-    """Return stand-ins for what fully_shard calls from torch 2.13 on: a handle only if it is asked
-    for."""
+def _new_names(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, Any]:
+    """Return replacements for torch 2.13's new functions, which return a handle only if asked."""
 
     def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
         def asked(*args: Any, **kwargs: Any) -> Done | None:
@@ -190,7 +190,7 @@ def _is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
-def _sent(
+def _operation(
     name: str, lane: Lane, tensor: Tensor | None, how: str, ends: tuple[int, int] | None = None
 ) -> Sent:
     if tensor is None:
@@ -200,13 +200,13 @@ def _sent(
 
 
 def free() -> bool:
-    """Return whether this process may play a rank: not while it is one."""
+    """Return whether this process can run a dry run: not while it is a rank of a job."""
     return not dist.is_initialized()
 
 
 @contextmanager
 def playing(rank: int, world: int, hear: Hear | None = None) -> Iterator[Tap]:
-    """Be one rank of a world of this size, alone; nothing that is sent arrives anywhere."""
+    """Act, within the block, as one rank of a world of this size; nothing is sent."""
     assert free(), "this process is a rank already"
     tap, hook = Tap(rank, world, hear), sys.excepthook
     if world == 1:
@@ -215,7 +215,7 @@ def playing(rank: int, world: int, hear: Hear | None = None) -> Iterator[Tap]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    functions, pass_over = _functions(tap), comm.pass_over
+    functions, pass_over = _replacements(tap), comm.pass_over
 
     def passed(groups: comm.Groups) -> None:
         for ranks in groups:

@@ -1,10 +1,10 @@
-"""The accuracy test of a fused module against the module itself, in the dtype that it trains in.
+"""Compare a fused module with the unfused module, in the dtype that it trains in.
 
-Dropout is compared with the masks that are drawn, where a compiled graph draws as eager torch does:
-on a CPU.  On a GPU it does not (torch's fused operator and what inductor makes of it number their
-draws otherwise, and so does another type).  There dropout has masks that follow from places alone,
-which checks all that is done with them, and the draws are checked by themselves: equal for one
-seed, and with eager's mean and spread over many.
+On a CPU, where a compiled graph draws as eager torch does, dropout is compared with the drawn
+masks. On a GPU it draws differently (torch's fused operator and inductor's code number their draws
+differently, and so does another dtype). There dropout gets masks computed from positions, which
+checks all uses of the masks, and the draws are checked separately: equal for one seed, and with
+eager's mean and spread over many seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedlang.runtime.device import default_generators, on_host, undrawn
 from schedlang.runtime.forward import layer_of, plain_forward
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
-TIMES, SURE = 64, 5.0  # draws of each side, and how many deviations their mean may lie apart
+TIMES, SURE = 64, 5.0  # draws of each side; allowed standard deviations between their means
 
 
 def check_fused(
@@ -38,29 +38,29 @@ def check_fused(
     given_masks: bool | None = None,
     later: Mapping[str, Call] | None = None,
 ) -> list[Comparison]:
-    """Judge a fused module in its working dtype against float64, as kernels/check.py does.
+    """Compare a fused module in its working dtype with float64, as kernels/check.py does.
 
-    A call with these arguments in evaluation mode, and in training mode where that draws random
-    numbers: a program that is proven draws them logically, with the module run as it stands.
-    Outputs and all gradients.  The module is not changed: copies run.
-    given_masks: whether dropout has masks that follow from places; default: not on a CPU
-    later: calls of the same copy after the first, by how they differ from it: what the first has
-    left in what was compiled is met with other values, masks and shapes
+    Compares outputs and all gradients of a call in evaluation mode, and in training mode if that
+    draws random numbers (a proof of the program runs modules eagerly, with logical draws). Copies
+    run, the module does not change.
+    given_masks  whether dropout has masks computed from positions; default: not on a CPU
+    later        more calls of the same copy after the first, by how they differ from it: they run
+                 what the first call has compiled with other values, masks and shapes
     """
     call = args, kwargs or {}
     calls = {"": call} | dict(later or {})
-    found = _checked(module, calls, training=False)
+    found = _compare_calls(module, calls, training=False)
     if not draws(module, call):
         return found
     if given_masks is None:
         given_masks = not on_host(_device(module, call))
-    drawn = _checked(module, calls, training=True, given_masks=given_masks)
+    drawn = _compare_calls(module, calls, training=True, given_masks=given_masks)
     found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
-    return found + (list(_draws_alike(module, call)) if given_masks else [])
+    return found + (list(_compare_draws(module, call)) if given_masks else [])
 
 
 def draws(module: nn.Module, call: Call) -> bool:
-    """Tell whether the module draws random numbers in training, from any generator."""
+    """Return whether the module draws random numbers in training, from any generator."""
     twin = copy.deepcopy(module).train()
     with undrawn(), torch.no_grad():
         before = _states(_device(module, call))
@@ -79,16 +79,18 @@ def _states(device: torch.device) -> list[Tensor]:
 
 
 class GivenMasks(TorchFunctionMode):
-    """Dropout by masks that follow from places: alike on any device and in any type, compiled or
-    not.  Attention inside one operator drops nothing."""
+    """Dropout with masks computed from positions: equal on any device and in any dtype.
+
+    Attention in one operator drops nothing.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the call, dropout in our own way."""
+        """Run the call; replace dropout."""
         named = dict(kwargs or {})
         if func is F.dropout:
-            return _dropped(*args, **named)
+            return _dropout_by_position(*args, **named)
         if func is F.scaled_dot_product_attention:
             named["dropout_p"], args = 0.0, (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             if len(args) > 4:
@@ -96,7 +98,9 @@ class GivenMasks(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout_by_position(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return input
     place = torch.arange(input.numel(), device=input.device).view(input.shape)
@@ -105,43 +109,44 @@ def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.mul_(factor) if inplace else input * factor
 
 
-def _draws_alike(module: nn.Module, call: Call) -> Iterator[Comparison]:
-    """The fused module draws anew at each call, the same after the same seed, and as eager does."""
+def _compare_draws(module: nn.Module, call: Call) -> Iterator[Comparison]:
+    """Compare draws: the fused module draws the same after the same seed, with eager's
+    statistics."""
     twin = copy.deepcopy(module).train()
     fused, eager = _fused(twin), plain_forward(twin)
     seeds = range(TIMES)
     ours, again, theirs = (
-        torch.tensor([_number(function, call, seed) for seed in seeds], dtype=torch.float64)
+        torch.tensor([_digest(function, call, seed) for seed in seeds], dtype=torch.float64)
         for function in (fused, fused, eager)
     )
-    yield _bound("draws after one seed", float((ours - again).abs().max()), 0.0)
+    yield _bounded("draws after one seed", float((ours - again).abs().max()), 0.0)
     spread = max(float(theirs.std()), 1e-30)
     sure = SURE * math.sqrt(2 / TIMES)
-    yield _bound("mean of draws", float((ours.mean() - theirs.mean()).abs()) / spread, sure)
+    yield _bounded("mean of draws", float((ours.mean() - theirs.mean()).abs()) / spread, sure)
     ratio = max(float(ours.std()), 1e-30) / spread
-    yield _bound("spread of draws", abs(math.log(ratio)), SURE * math.sqrt(1 / TIMES))
+    yield _bounded("spread of draws", abs(math.log(ratio)), SURE * math.sqrt(1 / TIMES))
 
 
-def _bound(name: str, error: float, allowed: float) -> Comparison:
+def _bounded(name: str, error: float, allowed: float) -> Comparison:
     return Comparison(name, error, allowed, error, allowed, error <= allowed)
 
 
-def _number(function: Callable[..., Any], call: Call, seed: int) -> float:
-    """One number of a call's outputs, all of which count in it."""
+def _digest(function: Callable[..., Any], call: Call, seed: int) -> float:
+    """Return one number that depends on all outputs of a call."""
     with undrawn(), torch.no_grad():
         torch.manual_seed(seed)
         out = _tensors(function(*call[0], **call[1]), "")
-    return float(torch.stack([_weighed(t) for _, t in out if t.is_floating_point()]).sum())
+    return float(torch.stack([_weighted_sum(t) for _, t in out if t.is_floating_point()]).sum())
 
 
 def _fused(module: nn.Module) -> Callable[..., Any]:
-    """The layer that was put around a module's own forward."""
+    """Return the fused forward of a module: its layer around its own forward."""
     layer = layer_of(module, "fuse")
     assert layer is not None, "not a fused module"
     return partial(layer, plain_forward(module))
 
 
-def _checked(
+def _compare_calls(
     module: nn.Module, calls: Mapping[str, Call], *, training: bool, given_masks: bool = False
 ) -> list[Comparison]:
     twins = [copy.deepcopy(module).train(training) for _ in range(3)]
@@ -156,34 +161,36 @@ def _checked(
                 if not words:
                     raise
                 said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                found.append(_wrong(f"the call {words} fails ({said})"))
+                found.append(_failed_comparison(f"the call {words} fails ({said})"))
                 continue
             eager = _values(twins[1], plain_forward(twins[1]), call, torch.Tensor.clone)
-            exact = _values(twins[2], plain_forward(twins[2]), call, _widened)
+            exact = _values(twins[2], plain_forward(twins[2]), call, _to_double)
         names = {name: f"{name} {words}".strip() for name in (*exact, *fused)}
-        found += [_judged(names[k], fused.get(k), eager.get(k), exact.get(k)) for k in names]
+        found += [
+            _compare_tensor(names[k], fused.get(k), eager.get(k), exact.get(k)) for k in names
+        ]
     return found
 
 
-def _judged(
+def _compare_tensor(
     name: str, fused: Tensor | None, eager: Tensor | None, exact: Tensor | None
 ) -> Comparison:
-    """One tensor; what only one side has, or has in another shape, is as wrong as can be."""
+    """Compare one tensor; a missing tensor or another shape gives an infinite error."""
     if fused is None or eager is None or exact is None or fused.shape != exact.shape:
         lost, more = "is not there", "the module has none"
         only = exact is None or eager is None
         why = lost if fused is None else more if only else f"has shape {list(fused.shape)}"
-        return _wrong(f"{name} ({why})")
-    # two orders of the same sums: k = 8 for gradients, 4 for outputs, as in `passes.verify`
+        return _failed_comparison(f"{name} ({why})")
+    # two orders of summation: k = 8 for gradients, 4 for outputs, as in `passes.verify`
     times = 8.0 if "gradient" in name else 4.0
     return compare(name, fused, eager, exact.double(), times=times)
 
 
-def _wrong(name: str) -> Comparison:
+def _failed_comparison(name: str) -> Comparison:
     return Comparison(name, math.inf, 0.0, math.inf, 0.0, False)
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _to_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor.clone()
 
 
@@ -193,7 +200,7 @@ def _values(
     call: Call,
     change: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of one call, by name."""
+    """Return outputs and gradients of one call, by name."""
     args, kwargs = call
     leaves: dict[str, Tensor] = dict(module.named_parameters())
 
@@ -206,14 +213,14 @@ def _values(
         if not new.is_floating_point():
             return new
         leaves[f"input {name}"] = new.requires_grad_()
-        return new.clone()  # an activation: a module may write into it
+        return new.clone()  # not a leaf: a module may modify an activation in place
 
     given = [prepared(value, str(place)) for place, value in enumerate(args)]
     with undrawn():
-        torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
+        torch.manual_seed(0)  # the same masks for every dtype: they are drawn in float64
         out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
     found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
-    total = [_weighed(t) for t in found.values() if t.requires_grad]
+    total = [_weighted_sum(t) for t in found.values() if t.requires_grad]
     used = [name for name, leaf in leaves.items() if leaf.requires_grad and total]
     ends = [leaves[name] for name in used]
     grads = torch.autograd.grad(torch.stack(total).sum(), ends, allow_unused=True) if used else ()
@@ -222,8 +229,8 @@ def _values(
     return found | {f"gradient of {name}": g for name, g in pairs if g is not None}
 
 
-def _weighed(tensor: Tensor) -> Tensor:
-    """A sum in which every element counts otherwise, in float64."""
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """Return a sum in float64 in which every element has another weight."""
     weights = torch.linspace(-1, 1, tensor.numel(), dtype=torch.float64, device=tensor.device)
     return (tensor.double().flatten() * weights).sum()
 

@@ -1,4 +1,4 @@
-"""A projection in two steps: the product, and its bias added apart."""
+"""A projection in two steps, the product and the addition of its bias (`decompose(bias)`)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ def decompose(module: nn.Module, kind: str) -> None:
 
 
 class Decomposed:
-    """The layer that multiplies, then adds."""
+    """The layer that multiplies, then adds the bias."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.module, self.kind = module, kind
 
     def __call__(self, inner: Callable[..., Any], *args: Tensor, **named: Tensor) -> Tensor:
-        """Both steps; `inner` is not called."""
+        """Run both steps; `inner` is not called."""
         bias = self.module._parameters["bias"]
         assert bias is not None
-        (x,) = *args, *named.values()  # torch's own layer takes it as `input=`, too
+        (x,) = *args, *named.values()  # torch's own layer also accepts it as `input=`
         return COMPUTES[self.kind](self.module, x, False) + bias
 
 
 def product(module: nn.Module, x: Tensor) -> Tensor:
-    """The first step alone, as the module's row of the schedule shards it."""
+    """Return the product without the bias, sharded as in the module's row of the schedule.
+
+    Raises Refusal S886 if the bias cannot be added separately.
+    """
     if hasattr(module, "_get_fsdp_state"):
         raise _refused(
             "its parameters are gathered only for its own call",
@@ -44,7 +47,7 @@ def product(module: nn.Module, x: Tensor) -> Tensor:
         kind = next(c.__name__ for c in type(module).__mro__ if c.__name__ in COMPUTES)
         return COMPUTES[kind](module, x, False)
     ends = [edge for edge in made.edges if edge.head or edge.computes != edge.leaves]
-    late = [edge for edge in ends if edge.head or not _sums(edge)]
+    late = [edge for edge in ends if edge.head or not _is_partial(edge)]
     if made.kind not in COMPUTES or late:
         raise _refused(
             "its result is gathered after its bias is added",
@@ -54,7 +57,7 @@ def product(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def _sums(edge: Any) -> bool:
+def _is_partial(edge: Any) -> bool:
     from schedlang.ir.placement import P
 
     return isinstance(edge.computes, P)

@@ -22,6 +22,7 @@ from schedlang.ir.model import titled
 from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, summed
+from schedlang.runtime.forward import layer_of
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
 from schedlang.runtime.tracing.meta import model_line, name_of, tensors_in
@@ -257,21 +258,46 @@ class _GlobalSumForward:
         self.inner, self.total = model.forward, total
         self.places = {(one.fqn, one.name, one.turn): one for one in sums}
         self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+        above = {fqn[:end] for fqn in self.modules for end, c in enumerate(fqn) if c == "."}
+        self.around = [model.get_submodule(fqn) for fqn in sorted({"", *above, *self.modules})]
+        floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+        self.dtype = next(floats, torch.get_default_dtype())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around:
+            _run_eagerly(self.around)
+            self.around = []
         known = {id(module): fqn for fqn, module in self.modules.items()}
-        with _GlobalSumMode(self.places, known, self.total):
+        with _GlobalSumMode(self.places, known, self.total, self.dtype):
             return self.inner(*args, **kwargs)
+
+
+def _run_eagerly(modules: Sequence[nn.Module]) -> None:
+    """Run modules with global sums eagerly: no compiled graph contains these sums."""
+    from schedlang.runtime.fusion.fuse import Fuse, Regions
+
+    for module in modules:
+        layer = layer_of(module, "fuse")
+        if isinstance(layer, Fuse | Regions):
+            layer.eager = "it sums over the rows of all ranks"
 
 
 class _GlobalSumMode(TorchFunctionMode):
     """A mode for one forward: counts the calls of modules, and makes the recorded sums global."""
 
+    outside = True  # of compiled regions: it has nothing to do in them
+
     def __init__(
-        self, places: dict[tuple[str, str, int], BatchSum], known: dict[int, str], total: Total
+        self,
+        places: dict[tuple[str, str, int], BatchSum],
+        known: dict[int, str],
+        total: Total,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.places, self.known, self.total = places, known, total
+        # of shares of counts: float64 beside parameters in float64
+        self.dtype = torch.promote_types(torch.get_default_dtype(), dtype)
         self.turns: dict[tuple[str, str], int] = {}
 
     def __torch_function__(
@@ -309,7 +335,7 @@ class _GlobalSumMode(TorchFunctionMode):
         total = self.total(message)
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
-        found = found.to(torch.get_default_dtype() if counts else own.dtype)
+        found = found.to(self.dtype if counts else own.dtype)
         found = own.copy_(found) if one.name.endswith("_") else found
         if not one.mean:
             setattr(found, FRACTION, (count / total[-1]).to(found.dtype))

@@ -1,4 +1,5 @@
-"""Attention of transformers by torch's fused kernel, for one module at a time."""
+"""Attention of transformers by torch's fused kernel (`replace_kernel(sdpa)`), for one module at a
+time."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from schedlang.runtime.kernel_injection.blind_queries import (
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import draws_weights
 
-# -- positions, in the form that a module takes ----------------------------------------------------
+# -- positions, in the form that a module accepts --------------------------------------------------
 
 
 def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call with places of tokens in the form that the module takes.
+    """Return the call with positions of tokens in the form that the module accepts.
 
-    Tables of cosines and sines are as wide as a head, or half of it (gpt-oss) or a quarter, or one
-    of complex numbers (Llama 4); some modules look places up by themselves.
+    Tables of cosines and sines are as wide as a head, half of it (gpt-oss) or a quarter, or one
+    table of complex numbers (Llama 4); some modules look positions up themselves.
     """
     tables = kwargs.get("position_embeddings")
     forms: list[Any] = [None]
@@ -40,22 +41,23 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         quarter = [t.chunk(4, -1)[0] for t in tables]
         forms = [tables, tuple(half), tuple(quarter), torch.complex(*half)]
     hidden = kwargs.get("hidden_states")
-    places = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
+    positions = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
     takes = inspect.signature(module.forward).parameters
-    for form, told in itertools.product(forms, (False, True)):
+    for form, with_positions in itertools.product(forms, (False, True)):
         tried = kwargs if form is None else {**kwargs, "position_embeddings": form}
-        if told and "position_ids" not in takes:
+        if with_positions and "position_ids" not in takes:
             continue
-        tried = {**tried, "position_ids": places} if told else tried
-        with torch.no_grad(), suppress(Exception):  # of the module's own code: the next form
+        tried = {**tried, "position_ids": positions} if with_positions else tried
+        # the module's own code may raise: try the next form
+        with torch.no_grad(), suppress(Exception):
             module(**tried)
             return tried
     return kwargs
 
 
 # -- the fused kernel ------------------------------------------------------------------------------
-# Its modules look up their attention function by name in their config at each call: the one module
-# gets a config of its own, whose function takes masks as eager attention makes them.
+# These modules look up their attention function by name in their config at each call: one module
+# gets a config of its own, whose function accepts masks in the form of eager attention.
 
 
 _SDPA = "schedlang_sdpa"
@@ -64,10 +66,10 @@ _FIELD = "_attn_implementation_internal"
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention that torch's fused kernel computes alike; `modules` are those that attend.
+    """An attention that torch's fused kernel can compute; `modules` are those that attend.
 
-    `identity`: it does already, there is nothing to replace.  `error` is the measured relative
-    difference in float64.
+    identity  the module uses the kernel already, there is nothing to replace
+    error     the measured relative difference in float64
     """
 
     modules: tuple[str, ...]
@@ -79,7 +81,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def _register() -> Callable[..., Any]:
-    """Our attention function under its name in transformers, made once."""
+    """Register our attention function in transformers, once, and return it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -93,12 +95,12 @@ def _register() -> Callable[..., Any]:
             attention_mask: Tensor | None = None,
             **more: Any,
         ) -> Any:
-            mask = attention_mask  # some models give it by this name
-            # masks come in eager's form, complete: without one nothing is masked, also where the
-            # module calls itself causal
+            mask = attention_mask  # some models pass it by this name
+            # masks are complete, in eager's form: without one nothing is masked, also if the module
+            # calls itself causal
             more["is_causal"] = False
             bias = more.get("position_bias")
-            if mask is None or not _adds(mask) or more.get("dropout") and draws_weights():
+            if mask is None or not _is_additive(mask) or more.get("dropout") and draws_weights():
                 return sdpa_attention_forward(module, q, k, v, mask, **more)
             if bias is not None:
                 mask, more["position_bias"] = bias + mask, None
@@ -112,13 +114,13 @@ def _register() -> Callable[..., Any]:
     return registered
 
 
-def _adds(mask: Tensor) -> bool:
-    """Return whether it is added to scores: fused kernels are right with masks of booleans."""
+def _is_additive(mask: Tensor) -> bool:
+    """Return whether a mask is added to scores; fused kernels are correct for boolean masks."""
     return type(mask) is Tensor and mask.is_floating_point()
 
 
 def no_probe(module: nn.Module) -> Mismatch | None:
-    """Return the reason why no copy of an attention can be run, if there is one."""
+    """Return why no copy of an attention can be run; None if it can."""
     if any("forward" in vars(part) for part in module.modules()):
         return Mismatch("has a replaced forward already")
     if any(buffer.is_meta for buffer in module.buffers()):
@@ -127,7 +129,7 @@ def no_probe(module: nn.Module) -> Mismatch | None:
 
 
 def implementation(module: nn.Module) -> str | None:
-    """The name of the attention function in a module's config; None where there is none."""
+    """Return the name of the attention function in a module's config; None if there is none."""
     found = getattr(getattr(module, "config", None), _FIELD, None)
     return found if isinstance(found, str) else None
 
@@ -135,13 +137,13 @@ def implementation(module: nn.Module) -> str | None:
 def switch(module: nn.Module, name: str) -> None:
     """Give this module a config of its own that names another attention function."""
     config = copy.copy(module.config)
-    # not through the property: it would write into configs that are shared
+    # not through the property, which would change shared configs
     config.__dict__[_FIELD] = name
     module.config = config
 
 
 def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
-    """Match torch's fused attention against the attention of `module`, or say why it differs."""
+    """Match torch's fused attention against the attention of `module`; return why if it differs."""
     attending = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     if not attending:
         kind = type(module).__name__
@@ -149,11 +151,13 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
             f"`{kind}` has no attention whose function is named in a config, as in transformers:"
             " it cannot be replaced"
         )
-    now = {implementation(m) for m in attending.values()}
-    if now <= {"sdpa", _SDPA}:
+    implementations = {implementation(m) for m in attending.values()}
+    if implementations <= {"sdpa", _SDPA}:
         return Attention(tuple(attending), True, 0.0)
-    if now != {"eager"}:
-        return Mismatch(f"its masks are made for {', '.join(sorted(filter(None, now)))}, not sdpa")
+    if implementations != {"eager"}:
+        return Mismatch(
+            f"its masks are made for {', '.join(sorted(filter(None, implementations)))}, not sdpa"
+        )
     refused = no_probe(module)
     if refused:
         return refused
@@ -167,16 +171,16 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
 def _probe_attention(
     module: nn.Module, names: tuple[str, ...], call: Call | None
 ) -> Attention | Mismatch:
-    # around zero, and no score wins alone
+    # values around zero, so that no score dominates
     copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
     args, kwargs = random_call(module, call)
     kwargs = kwargs if call is not None else with_tables(copied, kwargs)
     for name, value in kwargs.items():
         if "mask" in name and isinstance(value, Tensor) and value.dim() == 4:
-            # a query of the last row sees no key, as tokens of padding on the left do
+            # a query of the last row sees no key, like a left padding token
             value[-1, :, :, 0] = torch.finfo(value.dtype).min
     plain = results(copied, args, kwargs)
-    with _counted() as calls:
+    with _record_calls() as calls:
         for name in names:
             switch(copied.get_submodule(name), _SDPA)
         fused = results(copied, args, kwargs)
@@ -191,9 +195,9 @@ def _probe_attention(
 
 
 def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest relative difference of two runs' `results`; infinite where one has more.
+    """Return the largest relative difference of two runs' `results`; infinite if lengths differ.
 
-    The gradient of a key's bias is zero but for rounding: the largest tensor sets a floor.
+    The gradient of a key's bias is zero up to rounding: the largest tensor sets a floor.
     """
     if len(found) != len(exact):
         return math.inf
@@ -203,8 +207,8 @@ def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _counted() -> Iterator[list[int]]:
-    """Count the calls of our attention function."""
+def _record_calls() -> Iterator[list[int]]:
+    """Record the calls of our attention function within the block."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend, calls = _register(), list[int]()
@@ -221,7 +225,7 @@ def _counted() -> Iterator[list[int]]:
 
 
 def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The first output, and the gradients of parameters and input that it reaches."""
+    """Return the first output, and the gradients of parameters and inputs that it reaches."""
     out = module(*args, **kwargs)
     first = out if isinstance(out, Tensor) else out[0]
     leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
@@ -231,22 +235,22 @@ def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def random_call(module: nn.Module, call: Call | None) -> tuple[list[Any], dict[str, Any]]:
-    """Random arguments in float64: like those of an example, or by the names modules share."""
+    """Return random arguments in float64: shaped like an example call, or by common names."""
     generator = torch.Generator().manual_seed(0)
     if call is None:
         return [], common_call(module, generator)
-    args = [_random(value, "", generator) for value in call[0]]
-    return args, {name: _random(value, name, generator) for name, value in call[1].items()}
+    args = [_random_like(value, "", generator) for value in call[0]]
+    return args, {name: _random_like(value, name, generator) for name, value in call[1].items()}
 
 
-def _random(value: Any, name: str, generator: torch.Generator) -> Any:
-    """An argument like `value` with random contents; masks are causal, as eager makes them."""
+def _random_like(value: Any, name: str, generator: torch.Generator) -> Any:
+    """Return an argument like `value` with random contents; masks are causal and additive."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_random(each, name, generator) for each in value)
+        return type(value)(_random_like(each, name, generator) for each in value)
     if not isinstance(value, Tensor):
         return None if _is_cache(value) else value
     if "mask" in name and value.dim() == 4:
-        return _mask(value.shape[0], value.shape[-2], value.shape[-1])
+        return _causal_mask(value.shape[0], value.shape[-2], value.shape[-1])
     if value.is_floating_point():
         drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
         return drawn.requires_grad_(name != "position_embeddings")
@@ -256,12 +260,12 @@ def _random(value: Any, name: str, generator: torch.Generator) -> Any:
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether it is a cache of keys and values of transformers, which an update changes."""
+    """Return whether a value is a cache of transformers, which a call modifies."""
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
-def _mask(rows: int, queries: int, keys: int) -> Tensor:
-    """Causal, the first key of the first row padded away: additive, as eager attention takes it."""
+def _causal_mask(rows: int, queries: int, keys: int) -> Tensor:
+    """Return a causal additive mask as eager attention uses it; row 0's first key is padding."""
     allowed = torch.ones(rows, 1, queries, keys, dtype=torch.bool, device="cpu")
     allowed = allowed.tril(keys - queries)
     allowed[0, :, 1:, 0] = False
@@ -270,7 +274,7 @@ def _mask(rows: int, queries: int, keys: int) -> Tensor:
 
 
 def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-    """Arguments under the names that attention modules of transformers share."""
+    """Return arguments under the names that attention modules of transformers share."""
     rows, length = 2, 6
     config = next(m.config for m in module.modules() if implementation(m) is not None)
     known = inspect.signature(module.forward).parameters
@@ -285,7 +289,7 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
         if name == "hidden_states":
             call[name] = draw(rows, length, hidden).requires_grad_()
         elif name == "attention_mask":
-            call[name] = _mask(rows, length, length)
+            call[name] = _causal_mask(rows, length, length)
         elif name == "position_embeddings":
             heads = getattr(config, "num_attention_heads", 1)
             size = _head_size(module, config) or hidden // heads
@@ -299,15 +303,15 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
 
 
 def _head_size(module: nn.Module, config: Any) -> int | None:
-    """The numbers of a head, if the config or, where they differ by layer, the module says them."""
+    """Return the size of a head, from the config, or from the module if layers differ."""
     try:
         return getattr(config, "head_dim", None)
-    except Exception:  # a config may raise where its layers differ
+    except Exception:  # a config may raise if its layers differ
         return getattr(module, "head_dim", None)
 
 
 def replace_attention(module: nn.Module, found: Attention) -> None:
-    """Let a built module attend by the fused kernel, in place; nothing where it does already."""
+    """Let a built module attend by the fused kernel, in place, unless it does already."""
     if not found.identity:
         _register()
         for name in found.modules:

@@ -1,4 +1,4 @@
-"""Attention by FlexAttention or flash_attn: which attentions they can take over, and the call."""
+"""Attention by FlexAttention or flash_attn: which attentions they can replace, and the call."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
 # -- the call --------------------------------------------------------------------------------------
-# Modules of transformers look up their attention function in their config at each call; others
-# call torch's scaled_dot_product_attention, and a mode around their forward hears it.
+# Modules of transformers look up their attention function in their config at each call; other
+# modules call torch's scaled_dot_product_attention, and a mode around their forward intercepts the
+# call.
 
 
 ATTENTIONS: Mapping[str, Callable[[Query], Tensor]] = {
     "flex_attention": flex_attention.flex_attention,
     "flash_attention": flash_attention.flash_attention,
 }
-# why a kernel that is put in would not run a call; kernels that take every call are not here
+# why a kernel would not run a call; kernels that run every call are not listed
 UNFIT: Mapping[str, Callable[[Query], str]] = {"flash_attention": flash_attention.unfit}
-# tensors that modules of transformers hand to any attention, and that say nothing of scores;
-# flags and whole numbers (windows among them) do not either: masks are complete
-_IDLE = frozenset(
+# tensors that modules of transformers pass to any attention, and that do not affect scores; flags
+# and integers (windows among them) do not either, because masks are complete
+_IGNORED = frozenset(
     (
         *("position_ids", "cache_position", "labels", "shift_labels", "cu_seq_lens_q"),
         *("cu_seq_lens_k", "num_items_in_batch"),
@@ -55,7 +56,8 @@ _IDLE = frozenset(
 
 @dataclass(frozen=True)
 class Asked:
-    """One form of attention: heads of a query to one of keys, a head's size, cap and sinks."""
+    """One form of attention: query heads per key head, head size, soft cap, whether it has sinks or
+    a bias."""
 
     groups: int
     size: int
@@ -65,14 +67,14 @@ class Asked:
 
 
 class Ear:
-    """The forms of attention that the copy of a probe calls."""
+    """Records the forms of attention that the copy in a probe calls."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.dropped = False
 
     def heard(self, query: Query) -> None:
-        """Note a call."""
+        """Record a call."""
         q, k = query.q, query.k
         sinks, bias = query.sinks is not None, query.bias is not None
         groups = q.shape[1] // k.shape[1]
@@ -80,22 +82,23 @@ class Ear:
         self.dropped |= query.dropout > 0
 
 
-_EAR = "_schedlang_ear"  # of a module in the copy that is probed
+_EAR = "_schedlang_ear"  # of a module in the probed copy
 
 
 def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | None = None) -> None:
-    """Let a module attend by the kernel, in place; `ear` notes what it asks for."""
+    """Let a module compute attention by the kernel, in place; `ear` records the calls."""
     for name in names:
         part = module.get_submodule(name)
-        switch(part, _registered(kernel, implementation(part) == "eager"))
+        switch(part, _register(kernel, implementation(part) == "eager"))
         if ear is not None:
             vars(part)[_EAR] = ear
     if not names:
         wrap(module, "attend", FusedAttention(module, kernel, ear))
 
 
-def _registered(kernel: str, eager: bool) -> str:
-    """The name of our function in transformers; without a mask eager attention hides nothing."""
+def _register(kernel: str, eager: bool) -> str:
+    """Register our function in transformers, and return its name; without a mask, eager hides
+    nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = f"schedlang_{kernel}{'_eager' if eager else ''}"
@@ -124,21 +127,21 @@ def _registered(kernel: str, eager: bool) -> str:
 def by_name(
     kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
 ) -> Query:
-    """Read a call of transformers as a query; refuse (S877) arguments that no kernel knows."""
+    """Read a call of transformers as a query; refuse (S877) arguments that no kernel supports."""
     rule = Rule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
     sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
     dropout = more.pop("dropout", 0.0)
     unknown = [
         name
         for name, value in more.items()
-        if not (value is None or name in _IDLE or isinstance(value, int | str))
+        if not (value is None or name in _IGNORED or isinstance(value, int | str))
     ]
     if unknown or not (mask is None or isinstance(mask, Tensor)):
-        raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
+        raise _unsupported(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
     return Query(*lines, rule, mask, bias, sinks, dropout)
 
 
-def _foreign(kernel: str, what: str) -> Refusal:
+def _unsupported(kernel: str, what: str) -> Refusal:
     title = f"an attention is called with {what}, which `{kernel}` does not support"
     return Refusal.of("S877", title, helps=("leave this module as it is",))
 
@@ -146,12 +149,12 @@ def _foreign(kernel: str, what: str) -> Refusal:
 def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
     """Run the kernel for a query; refuse (S877) dropout of attention weights.
 
-    What it leaves to plain products is noted at `module`.
+    A query that the kernel declines, and computes by plain products, is recorded at `module`.
     """
     if ear is not None:
         ear.heard(query)
     elif query.dropout > 0:
-        raise _foreign(kernel, "dropout")
+        raise _unsupported(kernel, "dropout")
     if ear is None and kernel in UNFIT and not torch.compiler.is_compiling():
         why = UNFIT[kernel](query)
         if why:
@@ -160,18 +163,18 @@ def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = Non
 
 
 class FusedAttention:
-    """The layer of a module that calls torch's attention: its own forward, under a mode."""
+    """A layer of a module that calls torch's attention: its own forward, under a mode."""
 
     def __init__(self, module: nn.Module, kernel: str, ear: Ear | None = None) -> None:
         self.module, self.kernel, self.ear = module, kernel, ear
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module; calls of torch's attention inside are ours."""
-        with _Calls(self.module, self.kernel, self.ear):
+        """Run the module; its calls of torch's attention run the kernel."""
+        with _InterceptAttention(self.module, self.kernel, self.ear):
             return inner(*args, **kwargs)
 
 
-class _Calls(TorchFunctionMode):
+class _InterceptAttention(TorchFunctionMode):
     def __init__(self, module: nn.Module, kernel: str, ear: Ear | None) -> None:
         super().__init__()
         self.module, self.kernel, self.ear = module, kernel, ear
@@ -195,7 +198,7 @@ class _Calls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if query.ndim != 4 or (attn_mask is not None and attn_mask.ndim > 4):
-            raise _foreign(self.kernel, f"{query.ndim} dims")
+            raise _unsupported(self.kernel, f"{query.ndim} dims")
         mask = attn_mask
         while mask is not None and mask.ndim < 4:
             mask = mask[None]
@@ -204,14 +207,18 @@ class _Calls(TorchFunctionMode):
 
 
 # -- the probe -------------------------------------------------------------------------------------
-# What a module asks for, with all that it adds to scores, is heard; it is replaced
-# where the same attention by our rule gives the same result and gradients in float64.
+# The probe records the attention that a module calls, with all that it adds to scores. The kernel
+# replaces it if the same attention by our rule gives the same result and gradients in float64.
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """An attention that `kernel` computes alike: `modules` look theirs up, none where it calls
-    torch's.  `asked` are the forms that it asked for; `error` the measured difference."""
+    """An attention that `kernel` can compute.
+
+    modules  those that look up their attention; empty where the module calls torch's
+    asked    the forms of attention that it calls
+    error    the measured difference
+    """
 
     kernel: str
     modules: tuple[str, ...]
@@ -219,7 +226,7 @@ class Adapted:
     error: float
 
     def cases(self) -> list[flex_attention.Case]:
-        """Runs of the kernel in those forms."""
+        """Return test cases of the kernel in these forms."""
         one = self.asked[0]
         shape = (2, 4, 150, max(16, min(one.size, 128)))
         keys = 4 if one.groups == 1 else 2
@@ -231,33 +238,37 @@ class Adapted:
         ]
 
 
-OTHERS = ("encoder_hidden_states", "key_value_states", "context")  # what is attended to elsewhere
+# arguments with other tokens to attend to
+OTHERS = ("encoder_hidden_states", "key_value_states", "context")
 
 
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
-    """Match `kernel` (of ATTENTIONS) against the attention of `module`, or say why it differs."""
+    """Match `kernel` (of ATTENTIONS) against the attention of `module`; return why if it
+    differs."""
     refused = no_probe(module)
     if refused:
         return refused
     named = {n: m for n, m in module.named_modules() if implementation(m) is not None}
-    now = {implementation(m) for m in named.values()}
-    if not now <= {"eager", "sdpa"}:
-        return Mismatch(f"uses the attention {', '.join(sorted(filter(None, now)))} already")
+    implementations = {implementation(m) for m in named.values()}
+    if not implementations <= {"eager", "sdpa"}:
+        return Mismatch(
+            f"uses the attention {', '.join(sorted(filter(None, implementations)))} already"
+        )
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
-            return _probed(module, kernel, tuple(named), call)
+            return _probe(module, kernel, tuple(named), call)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
             first = str(raised).partition("\n")[0]
-            said = raised.diagnostic.title if isinstance(raised, Refusal) else first
-            return Mismatch(f"does not run: {type(raised).__name__}: {said}")
+            reason = raised.diagnostic.title if isinstance(raised, Refusal) else first
+            return Mismatch(f"does not run: {type(raised).__name__}: {reason}")
 
 
-def _probed(
+def _probe(
     module: nn.Module, kernel: str, names: tuple[str, ...], call: Call | None
 ) -> Adapted | Mismatch:
-    # around zero, and no score wins alone
+    # values around zero, so that no score dominates
     copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
-    ran = list(_ran(copied, _calls(copied, names, call)))
+    ran = list(_run_calls(copied, _calls_to_try(copied, names, call)))
     calls, plain = [one for one, _ in ran], [seen for _, seen in ran]
     ear = Ear()
     put_in(copied, kernel, names, ear)
@@ -278,17 +289,18 @@ def _probed(
     return Adapted(kernel, names, asked, error)
 
 
-def _ran(module: nn.Module, calls: Iterator[Call]) -> Iterator[tuple[Call, list[Tensor]]]:
-    """Calls, and what the module gives; of the others those that it does not take are left out."""
+def _run_calls(module: nn.Module, calls: Iterator[Call]) -> Iterator[tuple[Call, list[Tensor]]]:
+    """Yield calls and the module's results; calls after the first that the module rejects are
+    skipped."""
     first = next(calls)
     yield first, results(module, *first)
     for call in calls:
-        with suppress(Exception):  # of the module's own code: it needs a mask, or of another kind
+        with suppress(Exception):  # the module's own code may need a mask, or another kind of mask
             yield call, results(module, *call)
 
 
-def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:
-    """Calls to try: of transformers' with a mask and without, in the forms that masks come in."""
+def _calls_to_try(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:
+    """Yield calls to try: for transformers with and without a mask, and in each form of masks."""
     if call is None and not names:
         yield from _own_calls(module)
         return
@@ -303,9 +315,10 @@ def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iter
 
 
 def _own_calls(module: nn.Module) -> Iterator[Call]:
-    """Calls of a module that has no config: random tokens, and nothing for what else it needs.
+    """Yield a call of a module without config: random tokens, and None for other required
+    arguments.
 
-    One that attends to other tokens, of another width, is given such.
+    If it attends to other tokens of another width, these are given too.
     """
     every = list(inspect.signature(module.forward).parameters.values())
     needed = [
@@ -320,6 +333,6 @@ def _own_calls(module: nn.Module) -> Iterator[Call]:
         made = torch.randn(2, count, width, generator=generator, dtype=torch.float64, device="cpu")
         return made.requires_grad_()
 
-    given = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
+    tokens_and_none = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
     other = next((p.name for p in every if p.name in OTHERS), None)
-    yield given, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}
+    yield tokens_and_none, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}

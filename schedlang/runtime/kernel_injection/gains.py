@@ -1,4 +1,4 @@
-"""The gain of fusing a module: kernels and bytes before and after."""
+"""The gain of fusing a module: kernel launches and bytes before and after."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function
 from schedlang.runtime.tracing.meta import tensors_in
 
 # -- kernels and bytes of a function ---------------------------------------------------------------
-# Eager torch runs one kernel for each operator that is no view, and each reads what it is given
-# and writes what it gives.  A generated kernel reads what it loads and writes what it stores; what
-# inductor would launch its own scheduler says, which runs without compiling anything.
+# Eager torch runs one kernel for each operator that is no view, and each reads its inputs and
+# writes its outputs. A generated kernel reads what it loads and writes what it stores. For
+# inductor, its own scheduler is run, without compiling anything.
 
 
-# these only name memory: nothing is launched
-_IDLE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")
+# these only allocate or alias: nothing is launched
+_NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator."""
+        """Run the operator and count it."""
         out = func(*args, **(kwargs or {}))
         if launches(func):
             self.kernels += 1
@@ -49,16 +49,16 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def launches(func: Any) -> bool:
-    """Tell whether an operator launches a kernel: a view does not."""
+    """Return whether an operator launches a kernel: a view does not."""
     name = func._schema.name.split("::")[1]
     views = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
-    return not views and name not in _IDLE
+    return not views and name not in _NO_LAUNCH
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of the memory that a tensor names; what is broadcast is read once."""
+    """Return the bytes of a tensor's memory; a broadcast dim is read once."""
     held = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride != 0]
     count = 1
     for size in held:
@@ -67,7 +67,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor]) -> Count:
-    """Count kernels and bytes of a function on the meta device; `leaves` are differentiated."""
+    """Count kernels and bytes of a function on the meta device, with gradients of `leaves`."""
     with _Counting() as forward:
         out = function(*given)
     made = [t for t in tensors_in(out) if t.requires_grad]
@@ -80,14 +80,15 @@ def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[T
 
 
 def generated(pair: Pair) -> Count:
-    """Count the generated kernels of a chain, and the sums that follow them."""
-    found = [_generated(kernel) for kernel in pair.kernels]
+    """Count the generated kernels of a chain, and the sums after them."""
+    found = [_count_generated(kernel) for kernel in pair.kernels]
     backward = found[1][0] if len(found) > 1 else 0
     return Count(found[0][0], backward, sum(size for _, size in found))
 
 
-def _generated(made: Kernel) -> tuple[int, int]:
-    """Kernels and bytes of one: what it loads and stores, its programs' sums, and the tail."""
+def _count_generated(made: Kernel) -> tuple[int, int]:
+    """Return kernels and bytes of one: its loads and stores, the sums of its programs, and the
+    tail."""
     chain = made.chain
     kernels = moved = 0
     with torch.device("meta"):
@@ -116,13 +117,15 @@ def _generated(made: Kernel) -> tuple[int, int]:
 
 def scheduled(found: Graphs) -> Count:
     """Count kernels and bytes by inductor's scheduler; nothing is compiled."""
-    forward = _lowered(found.forward, found.backward is None, False)
-    backward = _lowered(found.backward, False, True) if found.backward is not None else (0, 0)
+    forward = _count_scheduled(found.forward, found.backward is None, False)
+    backward = (
+        _count_scheduled(found.backward, False, True) if found.backward is not None else (0, 0)
+    )
     return Count(forward[0], backward[0], forward[1] + backward[1])
 
 
-def _lowered(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int]:
-    """Kernels and bytes of one graph: inductor's lowering and its scheduler, and no more."""
+def _count_scheduled(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int]:
+    """Return kernels and bytes of one graph: inductor's lowering and its scheduler only."""
     from torch._inductor import config
     from torch._inductor.compile_fx import record_original_output_strides
     from torch._inductor.debug import DebugContext
@@ -147,7 +150,7 @@ def _lowered(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int
 # -- the gain of a module, for one call ------------------------------------------------------------
 
 
-_NONE = Count(0, 0, 0)
+_ZERO = Count(0, 0, 0)
 
 
 def of_regions(
@@ -156,11 +159,11 @@ def of_regions(
     """Return the gain of all regions that one call of a module on the meta device runs."""
     fuse_pattern(module, told)
     with torch.device("meta"), watched() as called:
-        module.train()(*_leaves(args), **_leaves(kwargs))
-    before = after = _NONE
+        module.train()(*_meta_leaves(args), **_meta_leaves(kwargs))
+    before = after = _ZERO
     texts: dict[str, None] = {}
     for region, given in called:
-        inputs = [_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in given]
+        inputs = [_meta_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in given]
         before += eager(region.plain, inputs, [t for t in inputs if isinstance(t, Tensor)])
         if region.backend == "rowwise":
             pair = pair_for(region.plain, inputs, region.rounding)
@@ -175,7 +178,7 @@ def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return the gain of a module on the meta device that inductor compiles as a whole."""
     module.train()
     names = [name for name, _ in module.named_parameters()]
-    given = [_leaves(args), _leaves(kwargs), [p for _, p in module.named_parameters()]]
+    given = [_meta_leaves(args), _meta_leaves(kwargs), [p for _, p in module.named_parameters()]]
     flat, form = pytree.tree_flatten(given)
 
     def call(*values: Any) -> Any:
@@ -189,10 +192,10 @@ def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return Gain(before, scheduled(graphs(*as_function(call, flat))))
 
 
-def _leaves(tree: Any) -> Any:
-    """The same on the meta device, wanting gradients where they can."""
-    return pytree.tree_map_only(Tensor, lambda t: _leaf(t, t.is_floating_point()), tree)
+def _meta_leaves(tree: Any) -> Any:
+    """Return a nest with its tensors on the meta device, with gradients for floats."""
+    return pytree.tree_map_only(Tensor, lambda t: _meta_leaf(t, t.is_floating_point()), tree)
 
 
-def _leaf(tensor: Tensor, graded: bool) -> Tensor:
+def _meta_leaf(tensor: Tensor, graded: bool) -> Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(graded)

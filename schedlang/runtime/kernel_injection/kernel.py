@@ -1,4 +1,7 @@
-"""Replace what a module computes between its parameters; parameters, names and hooks stay."""
+"""Kernels by name (`replace_kernel`): match one against a module, and put it into a built module.
+
+The kernel replaces what a module computes between its parameters; parameters, names and hooks stay.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,9 @@ from schedlang.runtime.modes import outside
 
 
 class Normed:
-    """The layer that computes a module's norm by a kernel, from the module's own parameters.
+    """A layer that computes a module's norm by a kernel, with the module's own parameters.
 
-    With a gate a call without one is the module's own.
+    For a norm with a gate, calls without a gate run the module's own forward.
     """
 
     def __init__(self, module: nn.Module, norm: Norm) -> None:
@@ -52,11 +55,11 @@ class Normed:
         self.kernel = norm.library or norm.kind
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Normalise the one input, or it and the gate; `inner` is not called then."""
+        """Normalise the only input, or the input and the gate; then `inner` is not called."""
         found, form, module = self.norm, self.norm.form, self.module
         gate: list[Tensor] = []
         if found.inputs:
-            x, *gate = _given(found.inputs, args, kwargs)
+            x, *gate = _two_arguments(found.inputs, args, kwargs)
             if not all(isinstance(t, Tensor) for t in (x, *gate)) or x.shape != gate[0].shape:
                 why = "it needs a gate of the shape of the input"
                 leave(module, self.kernel, why, x=x, gate=gate[0])
@@ -71,22 +74,24 @@ class Normed:
         return compute(x, *found.vectors(module, x), form, *gate)
 
 
-def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the two arguments of a call by name; None where one is missing, or more are given."""
+def _two_arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Return the two arguments of a call by name; None for both unless exactly these are given."""
     given = dict(zip(names, args)) | kwargs
     known = len(args) <= len(names) and given.keys() <= set(names)
     return [given.get(name) if known else None for name in names]
 
 
 # -- match and replace -----------------------------------------------------------------------------
-# `match` judges a module by running a bare float64 copy of it and touches nothing; `replace` acts
-# on a built module.
+# `match` probes a module by running a bare float64 copy and changes nothing; `replace` changes a
+# built module.
 
 
 Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Rotary | Sums
 
 
-def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
+def _norm_probe(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     def probe(module: nn.Module, call: Call | None) -> Norm | Mismatch:
         found = probe_norm(module, gates=True)
         if not isinstance(found, Mismatch) and found.kind != kind:
@@ -96,46 +101,46 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return probe
 
 
-def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismatch]:
+def _attention_probe(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismatch]:
     return lambda module, call: match_adapter(module, kernel, call)
 
 
-def _library(kernel: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
+def _library_probe(kernel: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return lambda module, call: probe_named(module, kernel)
 
 
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
-    "rms_norm": _norm("rms_norm"),
-    "layer_norm": _norm("layer_norm"),
+    "rms_norm": _norm_probe("rms_norm"),
+    "layer_norm": _norm_probe("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
     "add_norm": lambda module, call: probe_sums(module),
     "rope": lambda module, call: probe_rope(module),
     "cross_entropy": lambda module, call: probe_held(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
-    **{name: _adapter(name) for name in ATTENTIONS},
-    **{name: _library(name) for name in LIBRARY},
+    **{name: _attention_probe(name) for name in ATTENTIONS},
+    **{name: _library_probe(name) for name in LIBRARY},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
 
 def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | Mismatch:
-    """Match `kernel` (of KERNELS) against `module`, or return the measured reason why it differs.
+    """Match `kernel` (of KERNELS) against `module`; return what replaces it, or why it differs.
 
-    `call` is one example of the module's arguments, of any device or dtype; only shapes and integer
-    values are used.  Without it an attention is called by the common names of its parameters.  The
-    module may lie on the meta device.
+    `call` is an example of the module's arguments, on any device and in any dtype; only shapes and
+    integer values are used. Without it, an attention is called with its parameters' common names.
+    The module may be on the meta device.
     """
-    with outside():  # a proof computes everything in float64, and roundings would not show
+    with outside():  # without the modes of a proof: in float64, roundings would not show
         return KERNELS[kernel](module, call)
 
 
 def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
     """Let a built module compute with the kernel that `match` found for it, in place.
 
-    `chunk` are the bytes of logits that a head may hold at a time.
+    `chunk`: the bytes of logits that a head may hold at a time.
     """
-    install()  # of our operators on DTensors, for whoever splits what lies around
+    install()  # for DTensors: neighbours may be sharded
     if isinstance(found, Attention):
         replace_attention(module, found)
     elif isinstance(found, Adapted):
@@ -147,7 +152,7 @@ def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
 
 
 def cases_of(found: Found) -> list[Case]:
-    """Runs of the kernel itself, in the form found; none where the kernel is torch's own."""
+    """Return test cases of the kernel in the form found; none if the kernel is torch's own."""
     return [] if isinstance(found, Attention) else [*found.cases()]
 
 

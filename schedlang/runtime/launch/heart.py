@@ -1,11 +1,12 @@
-"""Progress of a torchrun job: whether its ranks get on, and where each stands if none does.
+"""Watch a torchrun job for hangs: whether its ranks make progress, and their stacks if none does.
 
-A thread of each rank looks whether its rank gets on, by the rule of local ranks (`hang`), and if it
-does raises a number in the job's store.  If nobody raised it for `HANG` seconds, no rank gets on:
-one of them asks all where they stand, tells it, and the job ends.  Outside of `inside` a rank does
-what its script wants, waiting included, and so does one that somebody debugs: these get on.
+A thread of each rank checks whether its rank makes progress, by the rule for local ranks
+(`launch/job.py`), and if so increments a counter in the job's store. If no rank has incremented it
+for `HANG` seconds, one rank asks all for their stacks and prints them, and the job ends. A rank
+outside of `inside`, where it runs its own script and may wait, counts as making progress, and so
+does one under a debugger.
 
-Only on CPUs: a rank may wait for a GPU that works, and spend nothing.
+Only on CPUs: a rank may wait for a busy GPU without using CPU time.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from schedlang.runtime.launch.job import (
     works,
 )
 
-HANG = 30.0  # seconds in which no rank got on
-ENDS = 3  # the exit code: it could not be checked, or done
-_LOOK = 1.0  # seconds between two looks
-_STILL = 2.0  # seconds beyond that; more, and this process or the whole machine was stopped
-_ANSWER = 5.0  # seconds for all ranks to say where they stand
-_ASKED = 1 << 40  # added to the number of beats once somebody asks
-_FRAMES = 20  # innermost calls that are told
+HANG = 30.0  # seconds without progress of any rank
+ENDS = 3  # exit code: could not be checked or done
+_CHECK = 1.0  # seconds between two checks
+_GAP = 2.0  # additional seconds; after longer gaps, this process or the machine was stopped
+_ANSWER = 5.0  # seconds for all ranks to answer
+_ASKED = 1 << 40  # added to the counter once a rank asks for stacks
+_FRAMES = 20  # innermost calls that are shown
 _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy", "ipdb"}
 
 _watched, _depth = False, 0
 
 
 class inside(ContextDecorator):  # noqa: N801  (reads as a function: `with inside():`)
-    """A block in which this rank waits for nobody but the other ranks."""
+    """A block in which this rank waits for other ranks only."""
 
     def __enter__(self) -> None:
         global _depth
@@ -61,20 +62,23 @@ class inside(ContextDecorator):  # noqa: N801  (reads as a function: `with insid
 
 
 def watch() -> None:
-    """Watch the ranks of this job from now on, if torchrun has started it, and on CPUs."""
+    """Watch the ranks of this job from now on, if torchrun has started it, on CPUs."""
     global _watched
-    apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     job = comm.job()
-    alone = job.size == 1 or job.played  # an elastic job plays steps before its ranks are there
-    if _watched or not apart or alone or device.accelerator() is not None:
+    no_others = (
+        job.size == 1 or job.played
+    )  # an elastic job makes dry runs before its ranks are there
+    if _watched or not by_torchrun or no_others or device.accelerator() is not None:
         return
-    store = own_store()  # the main thread may wait in the store's own connection
+    store = own_store()  # the main thread may be waiting in the store's own connection
     reach.keep(store.clone)
     heart = Heart(store, job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     _watched = True
-    atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it
+    # a thread that returns while Python ends would abort the process
+    atexit.register(heart.stop, thread)
 
 
 def _main() -> threading.Thread:
@@ -82,7 +86,7 @@ def _main() -> threading.Thread:
 
 
 class Heart:
-    """This rank's look at itself and at all."""
+    """The watcher of this rank, in a thread of its own."""
 
     def __init__(
         self,
@@ -98,7 +102,8 @@ class Heart:
         self.key = f"schedlang/heart/{round_name()}"
         self.beats = 0
         self.moved = self.looked = time.monotonic()
-        self.spent: tuple[float, float, int] | None = None  # when first looked at since then
+        # at the first check since the last progress
+        self.spent: tuple[float, float, int] | None = None
 
     def stop(self, thread: threading.Thread) -> None:
         """End the thread."""
@@ -106,23 +111,24 @@ class Heart:
         thread.join(_ANSWER)
 
     def run(self) -> None:
-        """Look again and again, until the process ends or the job's store is gone."""
+        """Check repeatedly, until the process ends or the job's store is gone."""
         reach.WATCHERS.add(threading.get_native_id())
         with suppress(RuntimeError):
-            while not self.ended.wait(_LOOK):
+            while not self.ended.wait(_CHECK):
                 self.look()
 
     def look(self) -> None:
-        """Tell that this rank gets on, see whether any does, and end the job if none."""
+        """Report progress of this rank, check for progress of any rank, and end the job if there is
+        none."""
         beat = int(self.gets_on())
         beats = self.store.add(self.key, beat)
         if beats >= _ASKED:
             self.answer()
             return
         now = time.monotonic()
-        stood, self.looked = now - self.looked - _LOOK, now
-        if stood > _STILL:
-            self.moved += stood  # what passed meanwhile tells of no rank
+        stopped, self.looked = now - self.looked - _CHECK, now
+        if stopped > _GAP:
+            self.moved += stopped  # this time says nothing about the ranks
         if beats != self.beats:
             self.beats, self.moved, self.spent = beats, now, None
         elif now - self.moved > self.hang_after:
@@ -131,23 +137,24 @@ class Heart:
     # -- of this rank ------------------------------------------------------------------------------
 
     def gets_on(self) -> bool:
-        """Return whether this rank has worked since any rank last did, or is about something
-        else."""
-        if not _depth or _debugged():
+        """Return whether this rank has worked since the last progress of any rank, or is not
+        inside."""
+        if not _depth or _is_debugged():
             return True
         now = self.now()
         before = self.spent = self.spent or now
         return now[2] != before[2] or works(now[:2], before[:2], self.hang_after)
 
     def now(self) -> tuple[float, float, int]:
-        """Seconds that it had and waited for so far, and what it read from and wrote to disks."""
+        """Return seconds on a processor and in run queues so far, and bytes read from and written
+        to disks."""
         here = os.getpid()
-        # on a machine with too much to do those that look would seem to work, and to want to
+        # on an overloaded machine the watching threads would look like work
         ran, queued = thread_seconds(here, reach.WATCHERS)
-        return cpu_seconds([here]) - ran, queued_seconds([here]) - queued, _stored()
+        return cpu_seconds([here]) - ran, queued_seconds([here]) - queued, _disk_bytes()
 
     def answer(self) -> None:
-        """Say where this rank stands, and end with the others."""
+        """Write the stack of this rank, and end with the others."""
         self.store.set(f"{self.key}/stack/{self.rank}", _stack())
         told = f"{self.key}/told"
         until(lambda: self.store.check([told]), 2 * _ANSWER)
@@ -157,7 +164,7 @@ class Heart:
     # -- of all ------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Ask all ranks where they stand, if nobody has asked yet, and tell what they say."""
+        """Ask all ranks for their stacks, unless another rank has asked, and print them."""
         if self.store.add(self.key, _ASKED) >= 2 * _ASKED:
             self.answer()
             return
@@ -179,23 +186,25 @@ class Heart:
 
 
 def _end(text: str | None) -> None:
-    """End this process, whose main thread waits for ever; one of the ranks tells why."""
+    """End this process, whose main thread waits forever; one of the ranks prints why."""
     if text is not None:
         print(text, file=sys.stderr, flush=True)
     else:
-        time.sleep(_LOOK)  # torchrun ends all with the first: whoever tells comes first
+        time.sleep(
+            _CHECK
+        )  # torchrun ends all ranks with the first: the rank that prints ends first
     sys.stdout.flush()
     os._exit(ENDS)
 
 
 def _stack() -> str:
-    """The innermost calls of the main thread, as those of local ranks are told."""
+    """Return the innermost calls of the main thread, in the format of local ranks."""
     frame = sys._current_frames().get(_main().ident or 0)
     calls = list(reversed(traceback.extract_stack(frame)))[:_FRAMES]
     return "\n".join(f'  File "{c.filename}", line {c.lineno} in {c.name}' for c in calls)
 
 
-def _debugged() -> bool:
+def _is_debugged() -> bool:
     """Return whether a debugger holds the main thread."""
     frame: FrameType | None = sys._current_frames().get(_main().ident or 0)
     while frame is not None:
@@ -205,14 +214,15 @@ def _debugged() -> bool:
     return False
 
 
-def _stored() -> int:
-    """Bytes from and to disks so far, but for the record's; 0 where the system counts none."""
+def _disk_bytes() -> int:
+    """Return bytes read from and written to disks so far, without the record's; 0 if not
+    counted."""
     made = record.here()
-    beside = _bytes_of(f"/proc/self/task/{made.thread}/io") if made is not None else 0
-    return _bytes_of("/proc/self/io") - beside
+    beside = _read_io(f"/proc/self/task/{made.thread}/io") if made is not None else 0
+    return _read_io("/proc/self/io") - beside
 
 
-def _bytes_of(path: str) -> int:
+def _read_io(path: str) -> int:
     with suppress(OSError, ValueError):
         lines = Path(path).read_text().splitlines()
         found = dict(line.split(": ") for line in lines)

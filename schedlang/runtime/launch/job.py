@@ -1,4 +1,4 @@
-"""A running job on local ranks: what they said, what failed first, whether they get on in time."""
+"""A running job on local ranks: messages, the failure to report, hangs and time limits."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.forkserver import HEADER
 
-# ---- CPU time of processes and all that they started: what they had so far, what they waited
-# for.
+# ---- CPU time of processes and their descendants, and the time that they waited for a processor.
 
 
-RECORD = "SCHEDLANG_RECORD"  # the variable that names the folder of records, on every rank
+RECORD = "SCHEDLANG_RECORD"  # environment variable with the folder of records, on every rank
 _PROC = Path("/proc")
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Seconds of CPU time of processes and their living descendants; those already gone count 0."""
+    """Return the CPU seconds of processes and their living descendants; dead processes count 0."""
     if not (_PROC / "self" / "stat").exists():
-        return _by_ps(set(pids))
-    return sum(map(_spent, _family(pids)))
+        return _ps_seconds(set(pids))
+    return sum(map(_process_seconds, _family(pids)))
 
 
 def queued_seconds(pids: Iterable[int]) -> float:
-    """Seconds in which threads of the living among them could have run, and had no processor.
+    """Return the seconds that threads of these processes and descendants were ready but not
+    running.
 
-    0 where the system does not count it (`/proc/PID/task/TID/schedstat`, nanoseconds on the run
+    0 if the system does not count them (`/proc/PID/task/TID/schedstat`, nanoseconds on the run
     queue).
     """
     return sum(thread_seconds(pid)[1] for pid in _family(pids))
 
 
 def thread_seconds(pid: int, threads: Iterable[int] | None = None) -> tuple[float, float]:
-    """Seconds that living threads of a process (some, by their numbers; None: all) had of a
-    processor, and that they waited for one; 0 where the system does not count it."""
+    """Return seconds on a processor, and ready but not running, of living threads of a process.
+
+    threads  native ids; None: all
+    0 if the system does not count them.
+    """
     tasks = _PROC / str(pid) / "task"
     files = (tasks / str(one) / "schedstat" for one in threads or ())
     ran = queued = 0
@@ -63,7 +66,7 @@ def thread_seconds(pid: int, threads: Iterable[int] | None = None) -> tuple[floa
 
 
 def _family(pids: Iterable[int]) -> Iterator[int]:
-    """These processes and their living descendants."""
+    """Yield these processes and their living descendants."""
     todo = list(pids)
     while todo:
         pid = todo.pop()
@@ -71,8 +74,8 @@ def _family(pids: Iterable[int]) -> Iterator[int]:
         todo += _children(pid)
 
 
-def _spent(pid: int) -> float:
-    """User and system time of a process and of its children that have ended."""
+def _process_seconds(pid: int) -> float:
+    """Return user and system time of a process and of its reaped children."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -91,23 +94,23 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _by_ps(pids: set[int]) -> float:
-    """The same from `ps`, where there is no /proc."""
+def _ps_seconds(pids: set[int]) -> float:
+    """Return CPU seconds by `ps`, where there is no /proc."""
     text = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,time="], capture_output=True, text=True)
     rows = [line.split() for line in text.stdout.splitlines()]
-    return _of_table({int(p): (int(pp), _seconds(t)) for p, pp, t in rows}, pids)
+    return _table_seconds({int(p): (int(pp), _parse_time(t)) for p, pp, t in rows}, pids)
 
 
-def _of_table(table: Mapping[int, tuple[int, float]], pids: set[int]) -> float:
-    """Time of `pids` and their descendants in a table of pid: (parent, seconds)."""
+def _table_seconds(table: Mapping[int, tuple[int, float]], pids: set[int]) -> float:
+    """Return the time of `pids` and their descendants in a table of pid: (parent, seconds)."""
     wanted = set(pids)
     while more := {p for p, (parent, _) in table.items() if parent in wanted} - wanted:
         wanted |= more
     return sum(table[p][1] for p in wanted if p in table)
 
 
-def _seconds(text: str) -> float:
-    """Seconds of a time printed as [[days-]hours:]minutes:seconds."""
+def _parse_time(text: str) -> float:
+    """Return the seconds of a time printed as [[days-]hours:]minutes:seconds."""
     days, _, clock = text.rpartition("-")
     total = 0.0
     for part in re.split(":", clock):
@@ -115,30 +118,32 @@ def _seconds(text: str) -> float:
     return total + 86400 * int(days or 0)
 
 
-# ---- A running job on local ranks: what they said, what failed, and which failure is the cause.
+# ---- A running job on local ranks: its messages, its failures, and which failure is the cause.
 
 
-_GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
-_STILL = 2.0  # seconds between two looks; more, and this process or the whole machine was stopped
-_MOMENT = 0.1  # seconds in which several ranks may fail alike; the lowest is named
+_CAUSE_DELAY = 1.0  # seconds to wait for the cause if a consequence arrives first
+# seconds between two checks; after longer gaps, this process or the machine was stopped
+_GAP = 2.0
+# seconds in which several ranks may fail with the same error; the lowest rank is named
+_SAME_TIME = 0.1
 
-_FRAMES = 12  # innermost calls that are told
-_NOT_USERS = (  # where files lie that no user wrote
+_FRAMES = 12  # innermost calls that are shown
+_NOT_USERS = (  # paths of files that are not the user's
     "site-packages",
     sysconfig.get_path("stdlib"),
     str(Path(__file__).parents[2]),
     '"<',
 )
-_STARTERS = ("launch/forkserver.py", "launch/frames.py")  # call what a job is
-HERE = -1  # in the place of a rank: the process that started them
-_WORDS, _CALLS = 20, 12  # lines that are told of what a process wrote, and of where it stood
-_DUMP = "Fatal Python error: "  # with this faulthandler begins
+_STARTERS = ("launch/forkserver.py", "launch/frames.py")  # files that call the function of a job
+HERE = -1  # instead of a rank: the process that started the ranks
+_OUTPUT, _CALLS = 20, 12  # lines shown of a process's output, and of its stack
+_DUMP = "Fatal Python error: "  # begin of faulthandler's output
 
-Times = dict[int, tuple[float, float]]  # seconds on a processor, and in wait of one, by process
+Times = dict[int, tuple[float, float]]  # pid -> seconds on a processor, and ready but not running
 
 
 class RankDied(Exception):
-    """A rank raised an exception or ended; `error` is its account, `cause` its exception."""
+    """A rank raised an exception or ended; `error` is a text, `cause` its exception."""
 
     def __init__(self, rank: int, error: str, cause: BaseException | None = None) -> None:
         super().__init__(f"rank {rank} failed\n{error}")
@@ -146,25 +151,27 @@ class RankDied(Exception):
 
 
 class Hang(Exception):
-    """No rank got on for too long; `stacks` says where each of them stands (HERE: this process)."""
+    """No rank made progress for too long; `stacks` are their stacks (HERE: of this process)."""
 
     def __init__(self, why: str, stacks: Mapping[int, str]) -> None:
         who = {rank: "this process" if rank == HERE else f"rank {rank}" for rank in stacks}
-        cut = {HERE: None}  # this process's are cut, and begin with the outermost
-        told = {
+        # this process's stack is cut already, and begins with the outermost call
+        cut = {HERE: None}
+        shown = {
             rank: stack.splitlines()[: cut.get(rank, _FRAMES)] for rank, stack in stacks.items()
         }
-        lines = [line for rank in sorted(told) for line in (f"{who[rank]}:", *told[rank])]
+        lines = [line for rank in sorted(shown) for line in (f"{who[rank]}:", *shown[rank])]
         super().__init__("\n".join([why, *lines]))
         self.why, self.stacks = why, dict(stacks)
 
     def of_users(self, by: Sequence[str]) -> Hang:
-        """The same, but of each rank's calls only those in files of the user's, and the innermost.
+        """Return the same error with only the calls in files of the user, and the innermost, per
+        rank.
 
-        `by` are files that call what a user wrote: what is outside of them is left out. A rank that
-        stands in no call of the user's waits for others: so much is said instead.
+        `by` are files that call user code: calls outside of them are dropped. A rank without calls
+        of the user waits for others, which is said instead.
         """
-        told = {HERE: self.stacks[HERE]} if HERE in self.stacks else {}
+        shown = {HERE: self.stacks[HERE]} if HERE in self.stacks else {}
         for rank, stack in self.stacks.items():
             if rank == HERE:
                 continue
@@ -173,13 +180,13 @@ class Hang(Exception):
             inside = calls[: next(caller, None)]
             own = [line for line in inside if not any(part in line for part in _NOT_USERS)]
             waits = "  waits for the others: nothing of the program runs there"
-            told[rank] = "\n".join(dict.fromkeys([*calls[:1], *(own or [waits])]))
-        return Hang(self.why, told)
+            shown[rank] = "\n".join(dict.fromkeys([*calls[:1], *(own or [waits])]))
+        return Hang(self.why, shown)
 
 
 @dataclass
 class Rank:
-    """One process of a job: its number, the line to it, and where it writes."""
+    """One process of a job: its number, the socket to it, and its log file."""
 
     rank: int
     sock: socket.socket
@@ -189,7 +196,8 @@ class Rank:
     open: bool = True
 
     def read(self) -> list[Any]:
-        """The messages that have arrived whole; notes when the other end is closed."""
+        """Return the complete messages that have arrived; clear `open` if the other end is
+        closed."""
         try:
             chunk = self.sock.recv(1 << 20)
         except ConnectionError:
@@ -213,7 +221,7 @@ def _frames(buffer: bytearray) -> list[Any]:
 
 @dataclass
 class Job:
-    """The state of a running job, as its starter knows it."""
+    """The state of a running job, in the process that started it."""
 
     world: int
     on_progress: Callable[[int, Any], None] | None
@@ -222,32 +230,33 @@ class Job:
     first_failure: float = 0.0
     moved: float = field(default_factory=time.monotonic)
     asked: float = 0.0
-    spent: Times | None = None  # by process, when first asked since then
+    spent: Times | None = None  # by pid, at the first check since the last progress
     looked: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """All ranks are there; what was imported until then may have taken any time."""
+        """Start to watch: all ranks are there. The time until now, for imports, does not count."""
         self.moved = self.looked = time.monotonic()
 
     def look(self) -> float:
-        """The time now; what passed while this process itself stood still tells of no rank."""
+        """Return the current time; time in which this process was stopped does not count for the
+        ranks."""
         now = time.monotonic()
-        self.moved += max(0.0, now - self.looked - _STILL)
+        self.moved += max(0.0, now - self.looked - _GAP)
         self.looked = now
         return now
 
     def fail(self, weight: int, rank: int, text: str, cause: BaseException | None = None) -> None:
-        """Note a failure; the lightest is the cause: 0 died, 1 raised, 2 a consequence."""
+        """Record a failure; the lowest weight is the cause: 0 died, 1 raised, 2 a consequence."""
         self.first_failure = self.first_failure or time.monotonic()
         self.failures.append((weight, rank, text, cause))
 
 
 def judge(job: Job) -> None:
-    """Raise the cause of a failure: if it is a consequence, once the others had time to speak."""
+    """Raise the cause of a failure; a consequence only after a delay for the cause to arrive."""
     if not job.failures:
         return
     weight, rank, text, cause = min(job.failures, key=lambda f: f[:2])
-    grace = _GRACE if weight == 2 else _MOMENT
+    grace = _CAUSE_DELAY if weight == 2 else _SAME_TIME
     if weight and time.monotonic() - job.first_failure < grace:
         return
     if isinstance(cause, Refusal):
@@ -256,17 +265,17 @@ def judge(job: Job) -> None:
 
 
 def account(code: int, log: Path) -> str:
-    """Describe how a process ended, its last words, and where it stood: the cause stands first.
+    """Describe how a process ended, its last output, and its stack: the cause first.
 
-    What faulthandler writes of all threads, once a signal has come, is as long as there are
-    threads; of it the one is told in which the signal came, or else the main one.
+    faulthandler writes the stacks of all threads at a signal; only the thread that got the signal,
+    or else the main thread, is shown.
     """
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     how += " before its work was done" if code == 0 else ""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     words, fatal, dump = text.rpartition(_DUMP) if code < 0 else (text, "", "")
     if not fatal:
-        return "\n".join([how, *text.splitlines()[-_WORDS:]])
+        return "\n".join([how, *text.splitlines()[-_OUTPUT:]])
     threads = dump.split("hread 0x")
     where = next(
         (one for one, before in zip(threads[1:], threads) if before.endswith("Current t")),
@@ -274,41 +283,40 @@ def account(code: int, log: Path) -> str:
     )
     calls = [line for line in where.splitlines()[1:] if line.startswith("  File ")]
     own = [line for line in calls if not any(one in line for one in _STARTERS)][:_CALLS]
-    last = words.strip().splitlines()[-_WORDS:]
+    last = words.strip().splitlines()[-_OUTPUT:]
     return "\n".join([how, *last, fatal + dump.partition("\n")[0], *own])
 
 
 def unpickled(data: bytes) -> BaseException | None:
-    """The exception in what a rank sent, or None if there is none that can be read here."""
+    """Return the exception that a rank sent, or None if it cannot be unpickled here."""
     try:
         error = pickle.loads(data) if data else None
-    except Exception:  # it may be of a class that only the rank has: its text is shown
+    except Exception:  # its class may exist only in the rank: its text is shown
         return None
     return error if isinstance(error, BaseException) else None
 
 
-# ---- Whether the ranks of a job get on, and where each of them stands if none does.
-# A rank gets on when its main thread sends something (`progress`, its result), or when CPU time is
-# spent by it or by processes that it started: compiling, importing and long single operators
-# count, waiting does not, because gloo sleeps in a collective that nobody else joins. It is a hang
-# if during `hang_after` seconds no rank sent anything, none spent 1/30 of that time on a CPU and
-# none had, or queued for, one for half of it: where others keep the processors busy, a rank that
-# works may get next to nothing of them. An endless loop is not recognised so; `timeout` is for
-# that.
+# ---- Whether the ranks of a job make progress, and their stacks if none does. A rank makes
+# progress when its main thread sends something (`progress`, its result), or when it or processes
+# that it started use CPU time: compiling, importing and long single operators count; waiting does
+# not, because gloo sleeps in a collective that nobody else joins. It is a hang if for `hang_after`
+# seconds no rank sent anything, none spent 1/30 of that time on a CPU and none was running or ready
+# to run for half of it: if other processes keep the processors busy, a working rank may get nearly
+# nothing of them. An endless loop is not detected this way; use `timeout`.
 
 
-_SLEEPING = 1 / 30  # of one core: below this a rank waits (one that polls a store takes 1/100)
-_WANTING = 1 / 2  # of the time on a run queue: above this it works, and others take the processors
-_DUMPING = 5.0  # seconds for a rank to write where it stands
-_POLL = 0.25  # seconds between two looks at what it has written
+_SLEEPING = 1 / 30  # of one core: below this a rank waits (polling a store takes 1/100)
+_READY = 1 / 2  # of the time on a run queue: above this it works, but others use the processors
+_DUMPING = 5.0  # seconds for a rank to write its stack
+_POLL = 0.25  # seconds between two reads of its log
 
 
 def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
-    """Raise Hang if no rank got on for `hang_after` seconds."""
+    """Raise Hang if no rank made progress for `hang_after` seconds."""
     now = job.look()
     pause = max(min(1.0, hang_after / 4), hang_after / 10)
     if now - max(job.moved, job.asked) < pause or job.failures:
-        return  # asking reads a file for each thread of each rank
+        return  # a check reads a file for each thread of each rank
     job.asked, times = now, _spent_since(ranks)
     before = job.spent = job.spent or times
     if any(works(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
@@ -318,16 +326,17 @@ def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
 
 
 def _spent_since(ranks: Sequence[Rank]) -> Times:
-    """Seconds that each process of these ranks had, and waited for, so far."""
+    """Return for each process of these ranks the seconds on a processor and in run queues so
+    far."""
     pids = [[rank.pid] for rank in ranks if rank.pid]
     return {one[0]: (cpu_seconds(one), queued_seconds(one)) for one in pids}
 
 
 def works(now: tuple[float, float], then: tuple[float, float], hang_after: float) -> bool:
-    """Return whether a process that had so much of a processor, and waited so long for one,
-    works."""
+    """Return whether a process works, by its seconds on a processor and in run queues since
+    `then`."""
     ran, queued = now[0] - then[0], now[1] - then[1]
-    return ran >= _SLEEPING * hang_after or ran + queued >= _WANTING * hang_after
+    return ran >= _SLEEPING * hang_after or ran + queued >= _READY * hang_after
 
 
 def stacks(job: Job, ranks: Sequence[Rank]) -> dict[int, str]:
@@ -337,11 +346,11 @@ def stacks(job: Job, ranks: Sequence[Rank]) -> dict[int, str]:
     for rank in waiting:
         os.kill(rank.pid, signal.SIGUSR1)
     end = time.monotonic() + _DUMPING
-    return {r.rank: _main_thread(_dumped(r.log, sizes[r.rank], end)) for r in waiting}
+    return {r.rank: _main_thread(_read_dump(r.log, sizes[r.rank], end)) for r in waiting}
 
 
-def _dumped(log: Path, start: int, end: float) -> str:
-    """Read what a rank writes of its threads from `start` on, until nothing more comes."""
+def _read_dump(log: Path, start: int, end: float) -> str:
+    """Read what a rank writes about its threads from `start` on, until there is no more."""
     text, more = "", log.read_bytes()[start:].decode(errors="replace")
     while (more != text or not more) and time.monotonic() < end:
         time.sleep(_POLL)
@@ -350,25 +359,25 @@ def _dumped(log: Path, start: int, end: float) -> str:
 
 
 def _main_thread(text: str) -> str:
-    """The calls of the main thread, which comes last."""
+    """Return the calls of the main thread, which is the last."""
     return "\n".join(text.split("hread 0x")[-1].splitlines()[1:])
 
 
-# -- a limit of time for a whole piece of work -----------------------------------------------------
+# -- a time limit for a whole piece of work --------------------------------------------------------
 
 
-_AGAIN = 10.0  # seconds after which the alarm comes again, where something holds on
-_LAST = 30.0  # seconds beyond the limit for all to end in order
+_REPEAT = 10.0  # seconds until the alarm is repeated, if the exception was swallowed
+_ORDERLY = 30.0  # seconds after the limit for an orderly end
 
 
 class TimeIsUp(BaseException):
-    """The limit has passed; no `except Exception` of a model's takes it for its own."""
+    """The limit has passed; a BaseException, so that no `except Exception` of a model catches
+    it."""
 
 
 @dataclass
 class Limit:
-    """A time limit, in seconds from a point of time; `watching` while a pool holds its ranks to
-    it."""
+    """A time limit; `watching`: a pool enforces it on its ranks, or the work is done."""
 
     seconds: float
     end: float
@@ -377,7 +386,7 @@ class Limit:
 
     @property
     def left(self) -> float:
-        """Seconds from now on; below zero where it has passed."""
+        """Seconds that remain; negative after the limit."""
         return self.end - time.monotonic()
 
     @property
@@ -390,16 +399,16 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 
 def current() -> Limit | None:
-    """The limit under which this runs, if there is one."""
+    """Return the limit of this context, if there is one."""
     return _limit.get()
 
 
 @contextmanager
 def limited(seconds: float | None, hard: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Raise Hang, saying where this process or each rank stands, once the time is over.
+    """Raise Hang, with the stack of this process or of each rank, after this time.
 
-    Off the main thread only ranks are held to it: Python interrupts no other.  With `hard` this
-    process ends, whatever it does, a while after the limit; the account is given to it first.
+    Outside the main thread only ranks are limited: Python can interrupt no other thread. With
+    `hard`, this process is ended a while after the limit in any case; `hard` gets the text first.
     """
     if seconds is None:
         yield
@@ -419,7 +428,7 @@ def limited(seconds: float | None, hard: Callable[[str], None] | None = None) ->
 
 
 def let_go() -> None:
-    """Lift the limit of now: the work is done but for telling of it."""
+    """Lift the current limit: the work is done, only its report is left."""
     if (limit := current()) is not None:
         limit.watching = True
 
@@ -436,7 +445,7 @@ def _alarm(limit: Limit) -> Iterator[None]:
             raise TimeIsUp
 
     handler = signal.signal(signal.SIGALRM, ring)
-    before = signal.setitimer(signal.ITIMER_REAL, max(limit.seconds, 1e-3), _AGAIN)
+    before = signal.setitimer(signal.ITIMER_REAL, max(limit.seconds, 1e-3), _REPEAT)
     try:
         yield
     finally:
@@ -445,7 +454,8 @@ def _alarm(limit: Limit) -> Iterator[None]:
 
 
 def _last_resort(limit: Limit, tell: Callable[[str], None]) -> threading.Timer:
-    """Start a timer that ends this process, and so its ranks, where no exception gets through."""
+    """Start a timer that ends this process, and so its ranks, if the exception does not get
+    through."""
     main = threading.main_thread().ident
 
     def end() -> None:
@@ -454,7 +464,7 @@ def _last_resort(limit: Limit, tell: Callable[[str], None]) -> threading.Timer:
         tell(str(Hang(limit.why, {HERE: limit.stack or stack})))
         os._exit(3)
 
-    timer = threading.Timer(limit.seconds + _LAST, end)
+    timer = threading.Timer(limit.seconds + _ORDERLY, end)
     timer.daemon = True
     timer.start()
     return timer

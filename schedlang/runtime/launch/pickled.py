@@ -1,4 +1,4 @@
-"""Functions and values for another process of this interpreter."""
+"""Pickle functions and values for another process with the same interpreter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def dumps(value: Any) -> bytes:
 
 
 def sent(value: Any) -> bytes:
-    """The same of what ranks are given; refuses (S867) a model that cannot be pickled."""
+    """Pickle the function and arguments of a job; refuse (S867) a model that cannot be pickled."""
     try:
         return dumps(value)
-    except Exception as error:  # whatever a `__reduce__` raises
+    except Exception as error:  # a `__reduce__` may raise anything
         raise Refusal.of(
             "S867",
             "the model cannot be sent to its ranks",
@@ -38,13 +38,13 @@ def sent(value: Any) -> bytes:
 def dump(value: Any, file: IO[bytes]) -> None:
     """Pickle a value by cloudpickle (closures and `__main__` included), for `pickle.load`.
 
-    Code keeps the name of its file, which cloudpickle drops from 3.1.3 on: without it a traceback
-    of a rank shows no lines, and nothing there can find the source of a function.  `marshal` keeps
-    it; both processes run the same interpreter.
+    Code objects keep their file names, which cloudpickle drops from 3.1.3 on: without them a rank's
+    traceback shows no lines, and the source of a function cannot be found. `marshal` keeps them;
+    both processes run the same interpreter.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
-    plain = _reduced if "torch" in sys.modules else lambda value: NotImplemented
+    plain = _reduce_tensor if "torch" in sys.modules else lambda value: NotImplemented
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
@@ -56,7 +56,7 @@ def dump(value: Any, file: IO[bytes]) -> None:
     Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 
 
-def _reduced(value: Any) -> Any:
+def _reduce_tensor(value: Any) -> Any:
     from schedlang.runtime.comm import packing
 
     return packing.reduced(value)

@@ -1,8 +1,8 @@
-"""The record of a rank: its steps, what it sends and waits for, and where it stands, in two files.
+"""The record of a rank, in two files: its steps, its communication and waits, and its stack.
 
-A thread writes them each second, so that they tell of a rank that hangs, too; what a rank did in
-the second before it was killed is lost.  What it has done is written when there is more of it,
-and where it stands always: a rank that waits must not look as if it worked (`heart`).
+A thread writes the files each second, so that there is a record of a rank that hangs; the last
+second before a kill is lost. Past operations are written if there are new ones; the stack is
+written always. A waiting rank must not look as if it worked (`heart`), so little is written.
 `schedlang doctor` reads the files of all ranks.
 """
 
@@ -28,18 +28,20 @@ from torch import nn
 from schedlang.runtime.launch.job import RECORD
 
 VERSION = 1
-OPS, STEPS, FRAMES = 2048, 256, 20  # the last ones that are kept
-_EVERY, _LOOK = 1.0, 0.2  # seconds between two writings, and between two looks at the main thread
+OPS, STEPS, FRAMES = 2048, 256, 20  # the number of last entries that are kept
+_EVERY, _LOOK = 1.0, 0.2  # seconds between two writes, and between two samples of the main thread
 _CALL = nn.Module._call_impl.__code__
 _NOT_USERS = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<")
 
-Row = Callable[[str, Sequence[int]], str]  # of a module and the ranks of a group, or of no group
+# text of the rows for a module and the ranks of a group, or of no group
+Row = Callable[[str, Sequence[int]], str]
 
 
 class Op:
     """One collective or message of this rank.
 
-    `number` counts those of its group, of a message those between its `ends`; `ended` 0: not yet.
+    `number` counts the operations of its group, or the messages between its `ends`; `ended` 0:
+    still running.
     """
 
     __slots__ = (
@@ -55,7 +57,7 @@ class Op:
 
 
 class Record:
-    """Operations and steps of this rank, and the thread that writes them down."""
+    """Operations and steps of this rank, and the thread that writes them."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.path, self.rank, self.world = folder / f"rank{rank}.json", rank, world
@@ -65,22 +67,24 @@ class Record:
         self.ops: deque[Op] = deque(maxlen=OPS)
         self.counts: Counter[tuple[str, str, tuple[int, int] | None]] = Counter()
         self.steps: deque[tuple[int, float, float]] = deque(maxlen=STEPS)
-        self.where: Counter[tuple[str, str]] = Counter()  # looks that found it at work there
+        # samples of the main thread while it worked, by module and line
+        self.where: Counter[tuple[str, str]] = Counter()
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
         self.row: Row = lambda whose, ranks: ""
         self.waited, self.waiting, self._last = 0.0, 0, self.began
         self.step, self.over = -1, False
-        self.events, self._written = 0, -1  # what was told so far, and when last written
+        self.events, self._written = 0, -1  # the number of events so far, and at the last write
         self._rows: dict[tuple[str, str], str] = {}
         self._ended = threading.Event()
-        self.thread = 0  # as the system numbers it
+        self.thread = 0  # native id
         self._main = threading.main_thread().ident or 0
 
-    # -- told by the main thread -----------------------------------------------------------------
+    # -- called by the main thread
+    # --------------------------------------------------------------------
 
     def op(self, lane: str, op: str, whose: str, size: int, ends: tuple[int, int] | None) -> Op:
-        """A collective or a message begins."""
+        """Record the begin of a collective or a message."""
         key = (lane, "" if ends is None else op, ends)
         self.counts[key] += 1
         one = Op(lane, self.counts[key], op, whose, size)
@@ -90,14 +94,14 @@ class Record:
         return one
 
     def wait(self, one: Op) -> float:
-        """This rank waits until an operation has ended: since when."""
+        """Record that this rank waits for an operation; return the time."""
         one.waits = True
         self.events += 1
         self.waiting += not one.beside
         return time.time()
 
     def done(self, one: Op, since: float) -> None:
-        """End an operation that was waited for since then."""
+        """Record the end of an operation, and the time waited for it since `since`."""
         one.ended, one.waits = time.time(), False
         self.events += 1
         if not one.beside:
@@ -105,7 +109,7 @@ class Record:
             self.waited += one.ended - since
 
     def stepped(self, number: int) -> None:
-        """A step has ended: it took so long since the last one ended, so much of it in waiting."""
+        """Record the end of a step: its duration, and the part of it spent waiting."""
         now = time.time()
         if self.step >= 0:
             self.steps.append((number, now - self._last, self.waited))
@@ -115,45 +119,44 @@ class Record:
     # -- the thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Look and write until the process ends."""
+        """Sample and write until the process ends."""
         due, self.thread = 0.0, threading.get_native_id()
         while not self._ended.wait(_LOOK):
             self._look()
             if time.monotonic() >= due:
-                with suppress(OSError):  # a full disk stops no training
+                with suppress(OSError):  # a full disk must not stop training
                     self.write()
                 due = time.monotonic() + _EVERY
 
     def close(self) -> None:
-        """Write for the last time: this rank has ended in order, or by the error that Python
-        tells."""
+        """Write a last time: this rank has ended normally, or by the error that Python reports."""
         self._ended.set()
         self.over = True
         with suppress(OSError):
             self.write()
 
     def _look(self) -> None:
-        """Note where the main thread works, unless it waits for others."""
+        """Sample where the main thread works, unless it waits for others."""
         frame = sys._current_frames().get(self._main)
         if frame is not None and not self.waiting:
             self.where[self._place(frame)] += 1
 
     def _place(self, frame: FrameType) -> tuple[str, str]:
-        """The module that runs, and the innermost line of a user's."""
+        """Return the running module, and the innermost line of user code."""
         innermost, line, module = "", "", ""
         at: FrameType | None = frame
         while at is not None and not (line and module):
             code = at.f_code
-            told = f"{code.co_filename}:{at.f_lineno} in {code.co_name}"
-            innermost = innermost or told
+            text = f"{code.co_filename}:{at.f_lineno} in {code.co_name}"
+            innermost = innermost or text
             if not line and not any(part in code.co_filename for part in _NOT_USERS):
-                line = told
+                line = text
             module = module or self.module_of(at)
             at = at.f_back
         return module, line or innermost
 
     def module_of(self, frame: FrameType) -> str:
-        """The path of the module whose call this frame is; else empty."""
+        """Return the path of the module whose call a frame is; else ""."""
         if frame.f_code is not _CALL:
             return ""
         return self.modules.get(id(frame.f_locals.get("self")), "")
@@ -161,7 +164,7 @@ class Record:
     # -- the file --------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Replace what has changed."""
+        """Write the files that have changed."""
         if self.events != self._written:
             self._written = self.events
             _replace(self.path, self._done())
@@ -206,7 +209,7 @@ class Record:
         return self._rows[key]
 
     def _stack(self) -> list[str]:
-        """The calls of the main thread, innermost first."""
+        """Return the calls of the main thread, innermost first."""
         found: list[str] = []
         frame = sys._current_frames().get(self._main)
         while frame is not None and len(found) < FRAMES:
@@ -217,7 +220,7 @@ class Record:
 
 
 def _replace(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_suffix(f".{os.getpid()}")
     beside.write_text(json.dumps(facts, separators=(",", ":")))
     beside.replace(path)
@@ -227,7 +230,7 @@ _here: list[Record] = []
 
 
 def here() -> Record | None:
-    """The record of this process; None: nobody asked for one."""
+    """Return the record of this process; None if there is none."""
     return _here[0] if _here else None
 
 
@@ -250,13 +253,13 @@ def begin(rank: int, world: int) -> Record | None:
 
 
 def end() -> None:
-    """End the record of this rank in order, where there is one."""
+    """End the record of this rank, if there is one."""
     while _here:
         _here.pop().close()
 
 
 def knows(device: str, modules: Mapping[int, str], parameters: Mapping[int, str], row: Row) -> None:
-    """Tell the record where this rank computes, the names of what runs, and the rows at them."""
+    """Give the record this rank's device, names of modules and parameters, and the text of rows."""
     for made in _here:
         made.device, made.modules, made.parameters = device, dict(modules), dict(parameters)
         made.row, made._rows = row, {}

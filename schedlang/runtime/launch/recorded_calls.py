@@ -1,4 +1,4 @@
-"""The functions of torch.distributed, each of which tells the record of this rank what it does."""
+"""Replacements for functions of torch.distributed that report to the record of this rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedlang.runtime.adapters.torch_distributed import replaced
 from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.launch.record import Op, Record
 
-# by the name of the function, what the field calls it
+# name of the function -> the name in reports
 COLLECTIVES = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -35,12 +35,12 @@ COLLECTIVES = {
 }
 MESSAGES = {"isend": "send", "send": "send", "irecv": "receive", "recv": "receive"}
 _FSDP = "_fsdp_param_group.py"
-_DEEP = 80  # frames that are looked at for whose sake something is sent
+_DEEP = 80  # frames that are searched for the module that communicates
 _OWN = frozenset({"wait", "_work", "_one", "_record"})
 
 
 class Waited(dist.Work):
-    """The handle of an operation: itself, but that waiting for it is told."""
+    """The handle of an operation that reports when it is waited for."""
 
     def __init__(self, work: Any, one: Op, record: Record) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class Waited(dist.Work):
         return done
 
     def __getattribute__(self, name: str) -> Any:
-        # the base class has all names, and knows nothing of them
+        # the base class defines all names, but only the wrapped work has their state
         plain = name in _OWN or name.startswith("__")
         found = self if plain else object.__getattribute__(self, "_work")
         return object.__getattribute__(self, name) if plain else getattr(found, name)
 
 
 class Calls:
-    """The stand-ins of one rank."""
+    """The replacements of one rank."""
 
     def __init__(self, record: Record) -> None:
         self.record, self._told = record, ""
@@ -71,11 +71,11 @@ class Calls:
         self._plain = {name: getattr(dist, name) for name in MESSAGES}
 
     def listen(self, kind: str, group: Group, size: int) -> None:
-        """The runtime tells for whose sake it asks for the next collective."""
+        """Note the label of the next collective."""
         self._told = group.label if group.pg is not None else ""
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The stand-ins by the names of what they stand for."""
+        """Return the replacements by name."""
         made = {n: self._collective(n, op) for n, op in COLLECTIVES.items() if hasattr(dist, n)}
         made |= {name: self._message(name, op) for name, op in MESSAGES.items()}
         return {**made, "P2POp": self._paired(), "batch_isend_irecv": self._batch()}
@@ -97,7 +97,7 @@ class Calls:
     def _run(self, one: Op, call: Callable[[], Any]) -> Any:
         since = self.record.wait(one)
         work = call()
-        if isinstance(work, dist.Work):  # whoever asked waits later, or not at all
+        if isinstance(work, dist.Work):  # the caller waits later, or not at all
             self.record.waiting -= not one.beside
             one.waits = False
             return Waited(work, one, self.record)
@@ -129,7 +129,7 @@ class Calls:
         return run
 
     def _ends(self, op: str, peer: int | None, group: Any, more: Any) -> tuple[int, int]:
-        """The sender and the receiver; -1 for anyone."""
+        """Return sender and receiver; -1 for any."""
         if peer is None:
             place = more.get("group_dst" if op == "send" else "group_src")
             whole: Any = dist.group.WORLD if group is None else group
@@ -138,7 +138,7 @@ class Calls:
         return (mine, peer) if op == "send" else (peer, mine)
 
     def _paired(self) -> Callable[..., Any]:
-        """`P2POp`, which takes torch's own functions and no others."""
+        """Return `P2POp`, which accepts only torch's own functions."""
         plain = dist.P2POp
         own = {"isend": self._plain["isend"], "irecv": self._plain["irecv"]}
 
@@ -159,17 +159,18 @@ class Calls:
             works = plain([*ops])
             if len(works) == len(begun):
                 return [Waited(work, one, self.record) for work, one in zip(works, begun)]
-            for one in begun:  # all in one: the last is waited for
+            for one in begun:  # one handle for all: only the last operation is waited for
                 one.ended = one.began
             begun[-1].ended = 0.0
             return [Waited(work, begun[-1], self.record) for work in works]
 
         return run
 
-    # -- for whose sake ----------------------------------------------------------------------------
+    # -- the module that communicates
+    # -------------------------------------------------------------------
 
     def _whose(self, frame: FrameType | None) -> str:
-        """The module, or the parameters, that this is sent for: who calls knows it."""
+        """Return the module, or the parameters, that communicate, by the frames of the callers."""
         for _ in range(_DEEP):
             if frame is None:
                 break
@@ -179,7 +180,7 @@ class Calls:
         return ""
 
     def _of_sums(self, frame: FrameType) -> str:
-        """The parameters of a sum of gradients, or the module of a unit of fully_shard."""
+        """Return the parameters of a gradient reduction, or the module of a fully_shard unit."""
         code = frame.f_code
         if code.co_filename.endswith(_FSDP):
             return str(getattr(frame.f_locals.get("self"), "_module_fqn", None) or "")
@@ -192,7 +193,7 @@ class Calls:
 
 
 def _bytes(given: Sequence[Any]) -> int:
-    """The bytes of the largest tensor: the whole one, of which ranks hold or get parts."""
+    """Return the bytes of the largest tensor: the full one, of which ranks have or get shards."""
     sizes = [one.numel() * one.element_size() for one in given if isinstance(one, Tensor)]
     return max(sizes, default=0)
 
@@ -201,7 +202,7 @@ _replaced = ExitStack()
 
 
 def tell(record: Record) -> None:
-    """Have torch.distributed tell this record from now on, and no other."""
+    """Let torch.distributed report to this record from now on, and to no other."""
     _replaced.close()
     calls = Calls(record)
     _replaced.enter_context(replaced(calls.functions()))

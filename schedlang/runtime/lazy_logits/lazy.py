@@ -351,7 +351,11 @@ def probe_head(module: nn.Module) -> Head | Mismatch:
         return Mismatch("has a replaced forward already")
     classes, width = params[weights[0]].shape
     found = Head(weights[0], others[0] if others else None, width, classes)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Mismatch("has a hook on gradients: those of logits that wait are never made")
     if type(module).forward is nn.Linear.forward:
+        if found.weight != "weight" or found.bias not in (None, "bias"):
+            return Mismatch(f"computes its weight from `{found.weight}` at each call")
         return found  # needs no run; a copy in float64 may be large
     if next(module.buffers(), None) is not None:
         return Mismatch("has buffers: a linear layer has none")

@@ -14,8 +14,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,20 @@ def is_elementwise(optimizer: Make, dims: Dims = MADE_UP) -> bool:
 
     Trial steps with unequal gradients, in float64, must be bit-equal; torch's own optimizers need
     no trial. `dims`: the number of dims of each parameter, by name. `optimizer` is called with
-    small parameters under these names; one parameter of each group with equal settings is tried.
+    small parameters under these names; one parameter of each group with equal settings is tried, as
+    a matrix, and one that is a vector also as a vector.
     """
     if _is_torch_elementwise(optimizer, dims):
         return True
+    kinds = _group_names(optimizer, dims)
+    vectors = (name for kind in kinds for name in [n for n in kind if dims[n] == 1][:1])
     return all(
         _moves_by_quarters(optimizer, dims, kind[0], *draws)
-        for kind in _group_names(optimizer, dims)
+        for kind in kinds
+        for draws in _trial_values(1)
+    ) and all(
+        _moves_by_quarters(optimizer, dims, name, *draws.flatten(-2))
+        for name in vectors
         for draws in _trial_values(1)
     )
 
@@ -142,7 +149,7 @@ def _moves_by_quarters(
     optimizer: Make, dims: Dims, name: str, values: Tensor, *grads: Tensor
 ) -> bool:
     def quarters(whole: Tensor) -> list[Tensor]:
-        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, 1)]
+        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, -1)]
 
     def moved(value: Tensor, grads: Sequence[Tensor]) -> Tensor:
         more = (1,) * (dims[name] - 2)  # dims of convolutions
@@ -156,7 +163,7 @@ def _moves_by_quarters(
     together = moved(values[0], [grad[0] for grad in grads])
     cut = [quarters(grad) for grad in grads]
     alone = [moved(one, own) for one, own in zip(quarters(values), zip(*cut))]
-    joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
+    joined = torch.cat([torch.cat(alone[:2], -1), torch.cat(alone[2:], -1)])
     return torch.equal(together, joined)
 
 
@@ -176,6 +183,47 @@ def _moves_one_by_one(
                     step_on(each, {id(p): p for p in some.values()})
         moved.append(torch.stack([p.detach() for p in held.values()]))
     return torch.equal(*moved)
+
+
+Groups = Sequence[tuple[Container[str], Mapping[str, Any]]]  # names of parameters, and settings
+
+
+def groups_of(make: Make, dims: Dims, here: Container[str]) -> Groups:
+    """Return the groups that an optimizer of the whole model has, for one of those that are `here`.
+
+    `dims` are of all parameters that are trained.  There are none where it takes no small tensors,
+    or does not step on groups of which nothing is here.
+    """
+    with suppress(Exception):  # the user's own code, by sizes of the model say
+        named = _small_parameters(dims, {})
+        called = {id(p): name for name, p in named}
+        made = make(named)
+        groups = [({called[id(p)] for p in g["params"]}, dict(g)) for g in made.param_groups]
+        for group in made.param_groups:
+            group["params"] = [p for p in group["params"] if called[id(p)] in here]
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        made.step()
+        return groups
+    return ()
+
+
+def fill_groups(optimizer: torch.optim.Optimizer, whole: Groups, names: Mapping[int, str]) -> None:
+    """Give a stage's optimizer the groups of the whole model, in their order.
+
+    Those of which other stages hold all parameters are empty here: schedulers with a number for
+    each group, and what is set by a group's place, then say the same on every rank.  `names` are
+    those of the stage's parameters, by id.
+    """
+    filled = [{**settings, "params": []} for _, settings in whole]
+    for group in optimizer.param_groups:
+        own = {names.get(id(p)) for p in group["params"]}
+        at = [k for k, (some, _) in enumerate(whole) if own and all(n in some for n in own)]
+        if len(at) != 1 or filled[at[0]]["params"]:
+            return
+        filled[at[0]] = group
+    if filled:
+        optimizer.param_groups = filled
 
 
 def _split_parameters(

@@ -243,7 +243,7 @@ class Follower(Lattice):
 
     def failed(self, call: Running, error: Exception) -> None:
         """Raise Mismatch for a call that does not run on shards."""
-        if not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        if not isinstance(error, (RuntimeError, ValueError, IndexError, AssertionError)):
             return
         if self.stack.muted or self.loose:
             raise self._shard_failure(error) from error

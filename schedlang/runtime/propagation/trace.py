@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
@@ -154,6 +156,7 @@ class Stack:
     lending  records parameters that are read, replaced or written outside their modules, or None
     muted    above 0 in opaque modules: nothing is recorded
     seen     called with each call's frame and arguments, then with its frame and results
+    broke    the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])
@@ -164,6 +167,7 @@ class Stack:
     lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
+    broke: Frame = ("", 0)
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the throwaway copy; inside opaque modules nothing is recorded."""
@@ -196,6 +200,9 @@ class Stack:
         self.muted += opaque
         try:
             out = inner(*args, **kwargs)
+        except Exception:
+            self.broke = self.broke if self.broke[0] else self.frames[-1]
+            raise
         finally:
             self.muted -= opaque
             frame = self.frames.pop()
@@ -556,3 +563,16 @@ class Mismatch(Exception):
         # parameters of the full tensors beside a split tensor, and the size of the split dim
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor beside a full one; 0: no such pair
+
+
+def of_the_model(error: Exception) -> bool:
+    """Return whether a check of shapes in the model's own Python code has raised `error`.
+
+    Precondition: the same forward has run without shards before.
+    """
+    if isinstance(error, Refusal) or not isinstance(
+        error, (RuntimeError, ValueError, IndexError, AssertionError)
+    ):
+        return False
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return not str(last[0].f_globals.get("__name__", "")).startswith("schedlang")

@@ -1,10 +1,9 @@
-"""Random operators of torch, recurrent layers too, in terms of given uniform numbers.
+"""Random functions of torch, including recurrent layers, computed from given uniform numbers.
 
-* Recurrent networks of several layers, layer by layer, with drawn dropout between the layers.
-  torch computes all layers of an LSTM in one call and drops inside of it.  One call for each
-  layer computes the same, and what lies between is in the open: the mask of each layer is a draw
-  of its own, over the rows and tokens of the batch.
-* Random operators of torch written in terms of given uniform numbers.
+* Recurrent networks with several layers, layer by layer, with dropout between them. torch computes
+  all layers of an LSTM in one call with internal dropout. One call per layer computes the same, and
+  makes the mask between layers a draw of its own, over rows and tokens of the batch.
+* The other random functions of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def packed(args: Sequence[Any]) -> bool:
-    """Return whether a call has packed sequences: (data, sizes of batches, states, weights, ..).
+    """Return whether a call has packed sequences: (data, batch sizes, states, weights, ..).
 
     Its rows are tokens of all samples, sorted by length: no sample has rows of its own.
     """
@@ -31,7 +30,7 @@ def packed(args: Sequence[Any]) -> bool:
 
 
 def drops(args: Sequence[Any]) -> bool:
-    """Return whether a call draws masks: (.., layers, dropout, train, ..), between layers only."""
+    """Return whether a call draws masks: (.., layers, dropout, train, ..); only between layers."""
     at = next(place for place, value in enumerate(args) if type(value) is int)
     return bool(args[at] > 1 and args[at + 1] and args[at + 2])
 
@@ -39,53 +38,56 @@ def drops(args: Sequence[Any]) -> bool:
 def recurrent(
     draw: Draw, func: Callable[..., Any], input: Tensor, hx: Any, params: Any, *rest: Any
 ) -> Any:
-    """torch.lstm, gru, rnn_tanh, rnn_relu: (input, states, weights, ..) to (output, *states)."""
+    """Compute torch.lstm, gru, rnn_tanh, rnn_relu: (input, states, weights, ..) to (output,
+    *states)."""
     called = (input, hx, params, *rest)
     if packed(called) or not drops(called):
         return func(*called)
     has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
     given: tuple[Any, ...] = (train, bidirectional, batch_first)
-    several = isinstance(hx, (list, tuple))  # an LSTM has two states
-    states, ways = tuple(hx) if several else (hx,), 2 if bidirectional else 1
+    has_two_states = isinstance(hx, (list, tuple))  # an LSTM has two states
+    states, directions = tuple(hx) if has_two_states else (hx,), 2 if bidirectional else 1
     each = len(params) // num_layers
     found: list[Sequence[Tensor]] = []
     for layer in range(num_layers):
         if layer:
             input = _dropped(draw, input, dropout, batch_first)
         own = params[layer * each : (layer + 1) * each]
-        start = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
-        input, *last = func(input, start if several else start[0], own, has_biases, 1, 0.0, *given)
+        start = tuple(state[layer * directions : (layer + 1) * directions] for state in states)
+        input, *last = func(
+            input, start if has_two_states else start[0], own, has_biases, 1, 0.0, *given
+        )
         found.append(last)
     return (input, *(torch.cat(list(ends)) for ends in zip(*found)))
 
 
 def _dropped(draw: Draw, value: Tensor, p: float, batch_first: bool) -> Tensor:
-    rows = value if batch_first else value.transpose(0, 1)  # samples come first in a draw
+    rows = value if batch_first else value.transpose(0, 1)  # dim 0 of a draw is the samples
     keep = draw.keep(rows.shape, p, value.device).to(value.dtype)
     factor = keep / (1 - p) if p < 1 else keep * 0
     return value * (factor if batch_first else factor.transpose(0, 1))
 
 
-_ALPHA = -1.7580993408473766  # where SELU saturates
+_ALPHA = -1.7580993408473766  # saturation value of SELU
 
 
 class Draw(Protocol):
-    """A source of randomness: a fresh tensor for every call."""
+    """A source of random numbers: a new tensor for every call."""
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """Booleans of `shape`, true with probability 1 - p."""
+        """Return booleans of `shape`, true with probability 1 - p."""
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers of `shape`, uniform in [0, 1)."""
+        """Return numbers of `shape`, uniform in [0, 1)."""
 
 
 def _dropout(draw: Draw, func: Any, input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
-    """torch.dropout, dropout_, feature_dropout, feature_dropout_ and their alpha forms."""
+    """Compute torch.dropout, dropout_, feature_dropout, feature_dropout_ and their alpha forms."""
     name = func.__name__
     if not train or p == 0 or not input.numel():
         return input
     shape = input.shape
-    if name.startswith("feature"):  # whole channels
+    if name.startswith("feature"):  # drops full channels
         shape = torch.Size((*shape[:2], *[1] * (input.dim() - 2)))
     keep = draw.keep(shape, p, input.device)
     if "alpha" in name:  # Klambauer et al.: Self-normalizing neural networks, NeurIPS 2017
@@ -121,9 +123,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention, written out if it drops; rows that see nothing give 0."""
+    """Compute scaled dot-product attention, by plain operators if it drops; fully masked rows give
+    0."""
     if dropout_p == 0:
-        plain: Callable[..., Tensor] = func  # not by its name, which a user may have given another
+        # called directly: a user may have replaced the function of that name
+        plain: Callable[..., Tensor] = func
         return plain(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -132,7 +136,7 @@ def _attention(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = query @ key.transpose(-2, -1) * scale
-    if is_causal:  # aligned top left, as torch does
+    if is_causal:  # aligned top left, as in torch
         attn_mask = torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -math.inf)
@@ -147,22 +151,22 @@ def _attention(
     return (weights * factor) @ value
 
 
-def _like(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]:
+def _dtype_and_device(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]:
     return kwargs.get("dtype") or x.dtype, torch.device(kwargs.get("device") or x.device)
 
 
 def _normal(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw normal numbers by the inverse of their distribution.
+    """Return normal numbers by the inverse of their distribution function.
 
-    That is one draw, as every function makes one, for its place in the count of a module's calls.
+    This is one draw, as every function makes, because draws are numbered by call.
     """
     middle = draw.uniform(shape, torch.float64, device) + 2.0**-54  # never 0
     made: Tensor = torch.special.ndtri(middle).to(dtype)
     return made
 
 
-def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.rand and torch.randn: sizes given one by one or as a sequence."""
+def _with_size(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return torch.rand or torch.randn: sizes are given one by one or as a sequence."""
 
     def made(draw: Draw, func: Any, *size: Any, **kwargs: Any) -> Tensor:
         size = tuple(kwargs.pop("size", size))
@@ -177,11 +181,11 @@ def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def _alike(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.normal, which torch.distributions draw by: of tensors, or of numbers and a size."""
+def _like_input(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return torch.rand_like or torch.randn_like."""
 
     def made(draw: Draw, func: Any, input: Tensor, **kwargs: Any) -> Tensor:
-        return sample(draw, input.shape, *_like(input, kwargs))
+        return sample(draw, input.shape, *_dtype_and_device(input, kwargs))
 
     return made
 
@@ -199,7 +203,7 @@ def _normal_(draw: Draw, func: Any, x: Tensor, mean: float = 0.0, std: float = 1
     return x.copy_(mean + std * _normal(draw, x.shape, x.dtype, x.device))
 
 
-def _normal_of(
+def _torch_normal(
     draw: Draw,
     func: Any,
     mean: Tensor | float,
@@ -207,11 +211,11 @@ def _normal_of(
     size: Sequence[int] = (),
     **kwargs: Any,
 ) -> Tensor:
-    """torch.normal, which torch.distributions draw by: of tensors, or of numbers and a size."""
+    """Compute torch.normal, which torch.distributions use: of tensors, or of numbers and a size."""
     given = [x for x in (mean, std) if isinstance(x, Tensor)]
-    shape = torch.as_tensor(mean + 0 * std).shape if given else tuple(size)  # as they broadcast
+    shape = torch.as_tensor(mean + 0 * std).shape if given else tuple(size)  # their broadcast shape
     like = given[0] if given else torch.empty(0, dtype=kwargs.get("dtype"))
-    dtype, device = _like(like, kwargs)
+    dtype, device = _dtype_and_device(like, kwargs)
     made = mean + std * _normal(draw, shape, dtype, device)
     out = kwargs.get("out")
     return made if out is None else out.resize_(made.shape).copy_(made)
@@ -222,7 +226,7 @@ def _exponential_(draw: Draw, func: Any, x: Tensor, lambd: float = 1.0) -> Tenso
 
 
 def _bernoulli(draw: Draw, func: Any, input: Tensor, p: float | None = None) -> Tensor:
-    """torch.bernoulli: of the probabilities in `input`, or of `p`."""
+    """Compute torch.bernoulli: with the probabilities in `input`, or with `p`."""
     u = draw.uniform(input.shape, torch.float64, input.device)
     return (u < (input if p is None else p)).to(input.dtype)
 
@@ -239,61 +243,62 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     },
     torch.native_dropout: _native_dropout,
     F.scaled_dot_product_attention: _attention,
-    torch.rand: _fresh(_rand),
-    torch.randn: _fresh(_normal),
-    torch.rand_like: _alike(_rand),
-    torch.randn_like: _alike(_normal),
+    torch.rand: _with_size(_rand),
+    torch.randn: _with_size(_normal),
+    torch.rand_like: _like_input(_rand),
+    torch.randn_like: _like_input(_normal),
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.uniform_: _uniform_,
     torch.Tensor.normal_: _normal_,
     torch.Tensor.exponential_: _exponential_,
-    torch.normal: _normal_of,
+    torch.normal: _torch_normal,
     **dict.fromkeys(FUNCTIONS, recurrent),
 }
 
 
-def _always(args: Any, kwargs: Any) -> bool:
+def _draws_always(args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _packed(args: Any, kwargs: Any) -> bool:
+def _draws_packed(args: Any, kwargs: Any) -> bool:
     return packed(args) and drops(args)
 
 
-def _leaky(args: Any, kwargs: Any) -> bool:
+def _draws_leaky(args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 
-_OTHERS: tuple[str, ...] = (
+_ILLOGICAL_NAMES: tuple[str, ...] = (
     *("randint", "randint_like", "randperm", "multinomial", "poisson", "binomial"),
     *("random_", "cauchy_", "log_normal_", "geometric_", "_standard_gamma", "_sample_dirichlet"),
 )
 ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
     **{
-        found: _always
-        for name in _OTHERS
+        found: _draws_always
+        for name in _ILLOGICAL_NAMES
         for home in (torch, torch.Tensor)
         if (found := getattr(home, name, None)) is not None
     },
-    **dict.fromkeys(FUNCTIONS, _packed),
-    torch.rrelu: _leaky,
-    torch.rrelu_: _leaky,
+    **dict.fromkeys(FUNCTIONS, _draws_packed),
+    torch.rrelu: _draws_leaky,
+    torch.rrelu_: _draws_leaky,
 }
 
 
 def may_draw(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+    """Return whether this call may draw random numbers, by its function and arguments' names."""
     named = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
     return named or "generator" in kwargs
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # each says itself if it draws
+# their tags say whether they draw
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+    """Return whether this call draws random numbers in a way that `LOGICAL` does not cover."""
     if func in ILLOGICAL:
         return ILLOGICAL[func](args, kwargs)
     if kwargs.get("generator") is not None:  # the user's own stream
@@ -309,25 +314,24 @@ def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def active(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a random operator of torch.ops draws here: not with dropout 0 or out of
-    training."""
+    """Return whether a random operator draws here: not with dropout 0, nor outside of training."""
     given = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
-    if not given.get("train", given.get("training", not _has(overload, "training"))):
+    if not given.get("train", given.get("training", not _has_argument(overload, "training"))):
         return False
     for name in ("dropout_p", "dropout", "p"):
-        if name in given or name == "dropout_p" and _has(overload, name):
+        if name in given or name == "dropout_p" and _has_argument(overload, name):
             return bool(given.get(name, 0))
     return True
 
 
-def _has(overload: Any, name: str) -> bool:
+def _has_argument(overload: Any, name: str) -> bool:
     return any(a.name == name for a in overload._schema.arguments)
 
 
 def masks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call draws random numbers in a way that has a logical form.
 
-    Of functions that are written in terms of others (`F.dropout`), too.
+    This includes functions that are composed of others (`F.dropout`).
     """
     if "dropout" in name_of(func):
         given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
@@ -342,7 +346,8 @@ def masks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def shapes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The shapes of the masks that such a call draws, samples first; none of empty tensors."""
+    """Return the shapes of the masks that such a call draws, samples first; none for empty
+    tensors."""
     given = (*args, *kwargs.values())
     tensors = [one for one in given if isinstance(one, Tensor)]
     if func in (torch.rand, torch.randn):

@@ -1,14 +1,15 @@
-"""Dropout as torch draws it, from this rank's generators: alike where ranks hold the same tensor.
+"""Native dropout: masks from torch's generators, equal on ranks that have the same tensor.
 
-Each step seeds the generators from (seed, step, the rank's places along the axes over which every
-activation differs: rows, tokens, stages), so ranks that compute the same draw the same, and a run
-that goes on draws on, without saved states.  What is split over more axes (heads, hidden, tokens of
-a sequence-parallel region) or over fewer draws under a fork: for the time of a call the generators
-stand where (seed, step, microbatch, slice, module, call, places along its own axes) puts them.
-Megatron-LM (Shoeybi et al., 2019) keeps a second generator state for this; a fork keeps none, so
-whatever replays torch's generators replays it, and a recomputed module forks to the same numbers.
+Each step seeds the generators from (seed, step, the rank's coordinates along the axes over which
+every activation differs: rows, tokens, stages). So ranks with the same computation draw the same
+numbers, and a resumed run continues without saved states. A tensor that is split over more axes
+(heads, hidden, tokens of a sequence-parallel region) or over fewer is drawn under a fork: for the
+time of a call the generators are seeded from (seed, step, microbatch, slice, module, call,
+coordinates along the tensor's own axes). Megatron-LM (Shoeybi et al., 2019) keeps a second
+generator state for this; a fork keeps none, so code that replays torch's generators replays it, and
+a recomputed module forks to the same numbers.
 
-No call of a step is watched, but those of modules that draw some masks apart and some not.
+No call of a step is intercepted, except in modules where some draws are forks and some are not.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from schedlang.runtime.rng.draws import masks, shapes_of
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.storage.saved import policies
 
-_CALLS = "\0fork"  # behind a module's name: the count of its forks
-Places = tuple[tuple[str, int], ...]  # by axis
+_CALLS = "\0fork"  # appended to a module's name: the counter of its forks
+Places = tuple[tuple[str, int], ...]  # axis and coordinate
 
 
 @dataclass(frozen=True)
 class Fork:
-    """The places of a draw that is not the step's own.
+    """The coordinates for a draw that differ from the step's own.
 
-    every   it is one for all rows of a batch, in all microbatches
+    every   one draw for all rows of a batch, in all microbatches
     """
 
     places: Places
@@ -49,10 +50,10 @@ class Fork:
 
 @dataclass(frozen=True)
 class Forked:
-    """A module that draws under forks: those of each of its draws in one call, in order.
+    """A module that draws under forks: the fork of each draw of one call, in order.
 
-    None in place of one: that draw is no fork, it goes on with the step's own numbers.  `whole`:
-    all draws of the module and of those inside of it are alike; then one fork is around the call.
+    A draw with None is no fork: it continues the step's own numbers. `whole`: all draws of the
+    module and of its submodules have one fork, which is entered around the call.
     """
 
     site: str
@@ -60,8 +61,8 @@ class Forked:
     whole: bool
 
 
-def _standing(one: States) -> States | Tensor:
-    """Return where a generator stands: its state, and of the host's a copy of the generator.
+def _state_of(one: States) -> States | Tensor:
+    """Return the state of a generator; for the host's default generator a clone of the generator.
 
     As a tensor that state has 5 kB, which would live as long as a step.
     """
@@ -71,8 +72,8 @@ def _standing(one: States) -> States | Tensor:
 class NativeDropout:
     """Torch's own dropout on one of several ranks.
 
-    places      of this rank along the axes over which all activations differ
-    generators  those that operators draw from where none is given: the CPU's, and the device's
+    places      this rank's coordinates along the axes over which all activations differ
+    generators  the default generators: the CPU's, and the device's
     on          whether forks are made; off while a proof draws logically
     """
 
@@ -80,54 +81,55 @@ class NativeDropout:
         self.seed, self.places, self.generators, self.on = seed, places, tuple(generators), True
         self.noting: Noting | None = None
         self._here = _Here()
-        self._mode = _Own(self)
+        self._mode = _ForkDraws(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeDropout:
-        """Copies of a module draw from the same generators."""
+        """Return the same object: copies of a module draw from the same generators."""
         return self
 
     @contextmanager
     def drawn_in(self, step: scope.Moment) -> Iterator[None]:
-        """Enter a step that draws; generators then stand where they stood before."""
-        before, on = [*map(_standing, self.generators)], self.on
+        """Seed the generators for a step within the block; restore their states afterwards."""
+        before, on = [*map(_state_of, self.generators)], self.on
         self._seed(begun(self.seed, step, self.places))
         self.on = True
         try:
             yield
         finally:
             self.on = on
-            self._back(before)
+            self._restore(before)
 
     @contextmanager
     def forked(self, site: str, fork: Fork, index: int = 0) -> Iterator[None]:
-        """Enter a module's next call, for which draws of their own begin at some places."""
+        """Seed the generators for a draw of a module's next call within the block."""
         call = scope.next_call(f"{site}{_CALLS}")
         where, part = scope.current(), scope.visit()
-        if where is None:  # a loop of the user's own: one of its numbers, which all ranks have
+        # a user's loop: draw a number from the default generator, equal on all ranks
+        if where is None:
             at: Any = int(torch.randint(2**62, ()))
         elif fork.every:
             at = where.moment
         else:
-            # tokens of ranks differ by places; slices of one rank by their number
+            # ranks differ in tokens by coordinates; slices of one rank by their number
             piece = getattr(part, "span", None)
             at = (where.moment, where.microbatch, where.samples[:1], piece and piece.index)
-        before = [*map(_standing, self.generators)]
+        before = [*map(_state_of, self.generators)]
         self._seed(forks_at(self.seed, at, site, call, index, fork.places))
         try:
             yield
         finally:
-            self._back(before)
+            self._restore(before)
 
     def attended(self, made: Any, shape: tuple[int, ...]) -> Any:
-        """Call `made`, which draws for the weights of an attention whose ranks share them."""
+        """Call `made`, which draws for attention weights that several ranks share."""
         frame = self.frame
         fork = frame.next() if frame is not None else None
         if frame is None or fork is None:
-            return self._noted(made, shape)
+            return self._record(made, shape)
         with self.forked(frame.site, fork, frame.index):
-            return self._noted(made, shape)
+            return self._record(made, shape)
 
-    def _noted(self, made: Any, shape: tuple[int, ...]) -> Any:
+    def _record(self, made: Any, shape: tuple[int, ...]) -> Any:
         if self.noting is not None:
             self.noting.note(shape)
         return made()
@@ -136,20 +138,21 @@ class NativeDropout:
         for one in self.generators:
             one.manual_seed(number)
 
-    def _back(self, before: Sequence[States | Tensor]) -> None:
+    def _restore(self, before: Sequence[States | Tensor]) -> None:
         for one, state in zip(self.generators, before):
             one.set_state(state if isinstance(state, Tensor) else state.get_state())
 
-    # -- modules of which some draws are forks and some are not -----------------------------------
+    # -- modules in which some draws are forks and some are not
+    # --------------------------------------
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost call whose draws are told apart one by one."""
+        """The innermost call whose draws are forked one by one; None: there is none."""
         return self._here.frames[-1] if self._here.frames else None
 
     @contextmanager
     def framed(self, frame: Frame | None) -> Iterator[None]:
-        """Enter a call of a module; None: all that it draws is one stream already."""
+        """Enter a call of a module; `frame` None: all its draws are one stream already."""
         self._here.frames.append(frame)
         try:
             if frame is None:
@@ -162,31 +165,30 @@ class NativeDropout:
 
 
 def begun(seed: int, step: scope.Moment, places: Places) -> int:
-    """Return the number from which a step draws at some places."""
-    return _number(seed, step, places)
+    """Return the seed of a step at some coordinates."""
+    return _hash(seed, step, places)
 
 
 def forks_at(seed: int, at: object, site: str, call: int, index: int, places: Places) -> int:
-    """Return the number from which a module's call draws at some places; `at`: a step's
-    microbatch."""
-    return _number(seed, at, site, call, index, places)
+    """Return the seed of a module's call at some coordinates; `at`: a step's microbatch."""
+    return _hash(seed, at, site, call, index, places)
 
 
-def _number(*what: object) -> int:
+def _hash(*what: object) -> int:
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass
 class Frame:
-    """A call of a module, and how many of its draws were made."""
+    """A call of a module, and the number of its draws so far."""
 
     site: str
     draws: tuple[Fork | None, ...]
     index: int = -1
 
     def next(self) -> Fork | None:
-        """Return the places of the next draw; None: they are the step's."""
+        """Return the fork of the next draw; None: it is the step's own."""
         self.index += 1
         return self.draws[self.index % len(self.draws)]
 
@@ -196,8 +198,8 @@ class _Here(threading.local):
         self.frames: list[Frame | None] = []
 
 
-class _Own(Ambient):
-    """Forks the draws of the innermost framed call, one by one."""
+class _ForkDraws(Ambient):
+    """A mode that forks the draws of the innermost framed call, one by one."""
 
     compiles = True
 
@@ -213,7 +215,7 @@ class _Own(Ambient):
         if frame is None or not masks(func, args, kwargs):
             return self.run(func, types, args, kwargs)
         fork = frame.next()
-        with self.native.framed(None):  # this mode may be on twice, for a module in another
+        with self.native.framed(None):  # this mode may be active twice, for a module inside another
             if fork is None:
                 return func(*args, **kwargs)
             with self.native.forked(frame.site, fork, frame.index):
@@ -226,8 +228,10 @@ class _Own(Ambient):
 def install(
     module: nn.Module, native: NativeDropout, forks: Mapping[str, Forked], plain: Sequence[str]
 ) -> None:
-    """Let modules of a built model draw under forks; `plain` draw none themselves, inside others
-    that do."""
+    """Let modules of a built model draw under forks.
+
+    `plain` modules draw without forks, inside others that have forks.
+    """
     for name, forked in forks.items():
         wrap(module.get_submodule(name), "draws", ForkedDropout(native, forked))
     for name in plain:
@@ -235,7 +239,7 @@ def install(
 
 
 class ForkedDropout:
-    """The layer around the forward of a module that draws under forks."""
+    """A layer around the forward of a module that draws under forks."""
 
     def __init__(self, native: NativeDropout, forked: Forked) -> None:
         self.native, self.forked = native, forked
@@ -243,7 +247,7 @@ class ForkedDropout:
         assert not forked.whole or self.fork is not None, forked
 
     def __call__(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `inner`, whose draws are those of its places."""
+        """Call `inner` with forked draws."""
         native, forked, fork = self.native, self.forked, self.fork
         if not native.on:
             return inner(*args, **kwargs)
@@ -251,17 +255,20 @@ class ForkedDropout:
             frame = Frame(forked.site, forked.draws) if forked.draws else None
             with native.framed(frame):
                 return inner(*args, **kwargs)
-        noted = native.noting is not None  # a proof asks for every draw
-        if policies.replayed and not noted and _changes_nothing(inner, args, kwargs):
+        noted = native.noting is not None  # a proof records every draw
+        if policies.replayed and not noted and _is_nan_placeholder(inner, args, kwargs):
             scope.next_call(f"{forked.site}{_CALLS}")
             return args[0].detach()
         with native.framed(None), native.forked(forked.site, fork):
             return inner(*args, **kwargs)
 
 
-def _changes_nothing(inner: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a plain dropout is given what stands for a tensor of an earlier stage: one NaN
-    everywhere, which is no other under any mask.  A device would have to be waited for."""
+def _is_nan_placeholder(inner: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a plain dropout gets the placeholder for a tensor of an earlier stage.
+
+    The placeholder is NaN everywhere, which no mask changes. On a device this would need a host
+    wait.
+    """
     if kwargs or len(args) != 1 or getattr(inner, "func", None) is not nn.Dropout.forward:
         return False
     (x,) = args
@@ -269,24 +276,26 @@ def _changes_nothing(inner: Any, args: Any, kwargs: Any) -> bool:
     return alike and x.is_floating_point() and math.isnan(x.as_strided((), ()).item())
 
 
-# -- what a proof notes --------------------------------------------------------------------------
+# -- draws that a proof records
+# ---------------------------------------------------------------------
 
 Content = tuple[int, tuple[int, ...], str, int, object]  # step, samples, site, call, window
 
 
 @dataclass
 class Noted:
-    """The draws of a rank: what each is of, by places in the whole model, and how it began."""
+    """The draws of a rank: the content of each, by positions in the full model, and its first
+    number."""
 
     begun: dict[Content, set[float]] = field(default_factory=dict)
     shapes: dict[tuple[int, str, int], set[int]] = field(default_factory=dict)
 
 
 class Noting(Ambient):
-    """Runs beside a step that draws natively, and notes each draw as logical masks count them.
+    """A mode that records each draw of a native step, counted as logical masks are.
 
-    `logical`, whose masks they stand for, says which part of a mask is drawn, and for which
-    samples: what two ranks draw of one part has to be one, and all else has to be apart.
+    `logical` gives the part of a mask that is drawn, and its samples: two ranks that draw the same
+    part must draw the same numbers, and all other draws must differ.
     """
 
     def __init__(self, native: NativeDropout, logical: LogicalDropout) -> None:
@@ -296,7 +305,7 @@ class Noting(Ambient):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note draws for the time of a block; those of shared attentions tell themselves."""
+        """Record draws within the block; shared attentions report theirs."""
         from schedlang.runtime.modes import ambient
 
         self.native.noting = self
@@ -314,14 +323,14 @@ class Noting(Ambient):
             return self.run(func, types, args, kwargs)
         for place, shape in enumerate(shapes_of(func, args, kwargs)):
             self.note(shape, place)
-        self._inside = True  # in a recomputation this mode is on twice
+        self._inside = True  # in a recomputation this mode is active twice
         try:
             return func(*args, **kwargs)
         finally:
             self._inside = False
 
     def note(self, shape: Sequence[int], place: int = 0) -> None:
-        """A draw of this shape, the how manyth of a call; it begins where the generators stand."""
+        """Record a draw of this shape, number `place` of a call, before it is made."""
         where, site = scope.current(), scope.site()
         assert where is not None
         call = scope.next_call(site)
@@ -331,14 +340,14 @@ class Noting(Ambient):
             each = each[1:] if each[0] == count else (each[0] // count, *each[1:])
         slices = self.logical.slices
         window = slices(site, call, each) if slices is not None else None
-        held = None if window is None else (window.shape, tuple(map(_listed, window.index)))
+        held = None if window is None else (window.shape, tuple(map(_as_tuple, window.index)))
         content = (where.step, samples, site, call, held)
-        self.noted.begun.setdefault(content, set()).add(place + self._number())
+        self.noted.begun.setdefault(content, set()).add(place + self._next_number())
         seen = self.noted.shapes.setdefault((where.step, site, call), set())
         seen.update(samples)
 
-    def _number(self) -> float:
-        """The number that would be drawn next; nothing is drawn."""
+    def _next_number(self) -> float:
+        """Return the next random number, without drawing it."""
         source: Any = self.native.generators[-1]
         with torch._C.DisableTorchFunction():
             twin = torch.Generator(source.device)
@@ -346,7 +355,7 @@ class Noting(Ambient):
             return float(torch.rand((), generator=twin, dtype=torch.float64, device=source.device))
 
 
-def _listed(index: Any) -> Any:
+def _as_tuple(index: Any) -> Any:
     if isinstance(index, Tensor):
         return tuple(index.tolist())
     return None if index is None else tuple(index)

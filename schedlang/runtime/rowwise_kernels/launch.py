@@ -1,7 +1,7 @@
-"""A chain made runnable: its Triton text compiled, launched, or computed by torch in its place.
+"""Run a chain: compile its Triton source and launch it, or evaluate the chain by torch.
 
-Run as a module this file reads launches from standard input and writes back the tensors that they
-wrote: whether triton interprets is settled when it is imported, for the whole process.
+Run as a module, this file reads launches from standard input and writes back the tensors that they
+wrote: whether triton interprets is fixed at its import, for the whole process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from schedlang.runtime.rowwise_kernels.chain import Chain, From, Stored, Value, 
 from schedlang.runtime.rowwise_kernels.lower import lowered
 
 # -- a chain computed by torch ---------------------------------------------------------------------
-# It stands in for a kernel where none can run, and in float64 it is what a proof compares: then
-# the roles of rows and columns, the order of reductions and the sums are proven, and what is left
-# to the kernel's own check is its text.
+# This replaces a kernel where none can run, and proofs compare it in float64: then the roles of
+# rows and columns, the order of reductions and the sums are proven; the kernel's own check covers
+# its source.
 
 
 NARROW = (torch.bfloat16, torch.float16)
-# what an expression may call
+# functions that an expression may call
 _NAMES = (
     *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "floor", "ceil"),
     "where",
@@ -53,14 +53,15 @@ _NAMES = (
 def evaluated(
     chain: Chain, given: Sequence[Tensor], rounding: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(what the kernel stores, the sums over rows); `given` is what the chain loads."""
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
-    run = _Run(chain, dict(zip(chain.given, given, strict=True)), rounding, wide)
+    """Return what the kernel would store, and the sums over rows; `given` are the chain's
+    inputs."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    run = _Run(chain, dict(zip(chain.given, given, strict=True)), rounding, dtype)
     return [run.whole(one) for one in chain.stored], [run.summed(one) for one in chain.sums]
 
 
 class _Torch:
-    """Triton's functions, by torch."""
+    """Triton's functions, computed by torch."""
 
     def __init__(self, wide: torch.dtype) -> None:
         self.float32 = wide
@@ -77,21 +78,21 @@ class _Run:
     known: dict[Value, Tensor] = field(default_factory=dict)
 
     def whole(self, one: Stored) -> Tensor:
-        """A result as it is stored."""
+        """Return a result as it is stored."""
         grid, value = self.chain.grid, one.value
         shape = (grid.rows if value.rows else 1, grid.size if value.cols else 1)
         made = self.of(value).broadcast_to(shape).to(one.dtype).reshape(one.shape)
         return made.clone(memory_format=torch.contiguous_format)
 
     def summed(self, one: Stored) -> Tensor:
-        """A sum over all rows, in the type that the model has it in."""
+        """Return a sum over all rows, in its dtype in the model."""
         (value,) = one.value.operands
         grid = self.chain.grid
         each = self.of(value).broadcast_to(grid.rows, grid.size if one.value.cols else 1)
         return each.sum(0).to(one.dtype).reshape(one.shape)
 
     def of(self, value: Value) -> Tensor:
-        """A value, as rows of columns; each is computed once."""
+        """Return a value as [rows, columns]; each is computed once."""
         if value not in self.known:
             made = self._made(value)
             if value.dtype in NARROW and self.rounding == "eager" and value.how != "given":
@@ -134,8 +135,8 @@ class _Run:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-LONGEST = 8192  # elements of a row that one program holds at a time
-_BLOCK = 2048  # of a longer row
+LONGEST = 8192  # elements of a row that one program can hold
+_BLOCK = 2048  # elements of a block of a longer row
 
 Launch = Callable[["Kernel", list[Any], "Shape"], None]
 
@@ -153,9 +154,9 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A graph, its chain and its text.
+    """A graph, its chain and its source.
 
-    It gives its outputs in the order in which the graph names them first.
+    Its outputs are in the order in which the graph first names them.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -166,7 +167,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The name of the text."""
+        """The name of the source, by its hash."""
         return f"rowwise_{sha256(self.text.encode()).hexdigest()[:12]}"
 
     @cached_property
@@ -177,7 +178,7 @@ class Kernel:
 
     @cached_property
     def shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and type of what it gives."""
+        """Shape and dtype of its outputs."""
         (nodes,) = next(iter(reversed(self.graph.nodes))).args
         known = dict(zip(reversed(self.chain.outputs), reversed(nodes), strict=True))
         tensors = [known[output].meta["val"] for output in self.order]
@@ -185,14 +186,14 @@ class Kernel:
 
     @property
     def looped(self) -> bool:
-        """True where a row is read block by block."""
+        """Whether a row is read block by block."""
         return self.chain.grid.size > LONGEST
 
 
 def kernel(graph: fx.Graph, rounding: str, results: int = 0) -> Kernel:
-    """The kernel of an ATen graph; raises NotRowwise.
+    """Return the kernel of an ATen graph; raises NotRowwise.
 
-    The first `results` outputs are tensors of their own, whatever else they are.
+    The first `results` outputs are separate tensors, even if they are equal to others.
     """
     chain = lowered(graph, results)
     text = source(chain, rounding, looped=chain.grid.size > LONGEST)
@@ -201,20 +202,20 @@ def kernel(graph: fx.Graph, rounding: str, results: int = 0) -> Kernel:
 
 
 def number(made: Kernel, output: From) -> int:
-    """The place of an output among all that `run` gives."""
+    """Return the index of an output among the tensors that `run` returns."""
     return made.order.index(output)
 
 
 def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
-    """All outputs of a kernel for what its graph takes."""
+    """Run a kernel on the inputs of its graph; return all outputs."""
     used = [given[v.place] for v in made.chain.given]
-    wide = any(t.dtype == torch.float64 for t in given)
+    is_float64 = any(t.dtype == torch.float64 for t in given)
     grid = torch.empty(made.chain.grid.shape, device="meta")
     fits = runs_kernel(next((t for t in used if t.numel()), grid), longest=None)
-    launches = not wide and (bool(_launchers) or fits)
+    launches = not is_float64 and (bool(_launchers) or fits)
     count(launches)
     if launches:
-        stored, sums = _launched(made, used)
+        stored, sums = _launch(made, used)
     else:
         stored, sums = evaluated(made.chain, used, made.rounding)
     late: Sequence[Tensor] = ()
@@ -224,7 +225,7 @@ def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shape_of(made: Kernel, like: Tensor) -> Shape:
-    """Return the grid of a kernel: programs, and tiles of rows for each."""
+    """Return the launch shape of a kernel: programs, tiles of rows per program, and block."""
     grid = made.chain.grid
     if made.looped:
         rows, block, warps = 1, _BLOCK, 8
@@ -235,8 +236,8 @@ def shape_of(made: Kernel, like: Tensor) -> Shape:
     return Shape(parts, -(-tiles // parts), rows, block, warps)
 
 
-def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Launch a kernel; return what it stores, and its sums over rows added over programs."""
+def _launch(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Launch a kernel; return what it stores, and its sums over rows, added over programs."""
     chain, like = made.chain, used[0]
     shape = shape_of(made, like)
     loaded = [
@@ -278,7 +279,7 @@ _launchers: list[Launch] = []
 
 @contextmanager
 def launching(launch: Launch) -> Iterator[None]:
-    """Launch kernels by another function for a while: in a process that has the interpreter."""
+    """Launch kernels by another function within the block: in a process with the interpreter."""
     _launchers.append(launch)
     try:
         yield
@@ -287,7 +288,7 @@ def launching(launch: Launch) -> Iterator[None]:
 
 
 def jitted(text: str) -> Any:
-    """The kernel of a text, which triton reads again: it is kept where tracebacks find it."""
+    """Compile a kernel's source, cached; linecache gets the source, for triton and tracebacks."""
     assert triton is not None
     if text not in _jitted:
         name = f"<rowwise {sha256(text.encode()).hexdigest()[:12]}>"
@@ -298,12 +299,16 @@ def jitted(text: str) -> Any:
     return _jitted[text]
 
 
-# -- a process that has Triton's interpreter, and launches in it the kernels of one that has not ---
+# -- a process with Triton's interpreter, which launches the kernels of this process
+# ----------------
 
 
 @contextmanager
 def interpreted(device: str) -> Iterator[str]:
-    """Run kernels for tensors of a device; yield "triton", "interpreter" or "reference"."""
+    """Run kernels, within the block, for tensors of a device; yield how they run.
+
+    Yields "triton", "interpreter" or "reference".
+    """
     with ExitStack() as stack:
         if device == KIND:
             yield "triton"
@@ -311,13 +316,13 @@ def interpreted(device: str) -> Iterator[str]:
             yield "reference"
         else:
             if not INTERPRETED:
-                child = stack.enter_context(_process())
-                stack.enter_context(launching(_Far(child).launch))
+                child = stack.enter_context(_interpreter_process())
+                stack.enter_context(launching(_RemoteLauncher(child).launch))
             yield "interpreter"
 
 
 @contextmanager
-def _process() -> Iterator[subprocess.Popen[bytes]]:
+def _interpreter_process() -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "schedlang.runtime.rowwise_kernels.launch"]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(True)
@@ -326,18 +331,18 @@ def _process() -> Iterator[subprocess.Popen[bytes]]:
         yield child
     finally:
         assert child.stdin is not None
-        child.stdin.close()  # it ends where its input does
+        child.stdin.close()  # the child ends when its input ends
         child.wait()
 
 
 @dataclass(frozen=True)
-class _Far:
-    """Launches in another process."""
+class _RemoteLauncher:
+    """Launches kernels in another process."""
 
     child: subprocess.Popen[bytes]
 
     def launch(self, made: Kernel, arguments: list[Any], shape: Shape) -> None:
-        """Send the arguments; what comes back is put into them."""
+        """Send the arguments; copy the returned tensors into them."""
         assert self.child.stdin is not None and self.child.stdout is not None
         fusion = made.rounding != "eager"
         task = {
@@ -349,7 +354,7 @@ class _Far:
             "fusion": fusion,
         }
         _send(self.child.stdin, task)
-        back = _received(self.child.stdout)
+        back = _receive(self.child.stdout)
         if back is None:
             raise RuntimeError(
                 "the process with triton's interpreter has ended; its words are above"
@@ -366,8 +371,8 @@ def _send(pipe: IO[bytes], value: Any) -> None:
     pipe.flush()
 
 
-def _received(pipe: IO[bytes]) -> Any:
-    """The next value; None at the end."""
+def _receive(pipe: IO[bytes]) -> Any:
+    """Return the next value; None at the end."""
     head = pipe.read(8)
     if len(head) < 8:
         return None
@@ -375,10 +380,10 @@ def _received(pipe: IO[bytes]) -> Any:
 
 
 def main() -> None:
-    """Launch until the input ends."""
+    """Launch kernels until the input ends."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does not meet the answers
-    while (task := _received(sys.stdin.buffer)) is not None:
+    os.dup2(2, 1)  # prints must not mix with the answers
+    while (task := _receive(sys.stdin.buffer)) is not None:
         jitted(task["text"])[(task["programs"],)](
             *task["arguments"],
             ROWS=task["rows"],

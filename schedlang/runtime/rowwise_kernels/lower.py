@@ -1,4 +1,4 @@
-"""Lowering of an ATen graph to a chain of row-wise values; it names the operator that is none."""
+"""Lower an ATen graph to a chain of row-wise values, or name the operator that is not row-wise."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def lowered(graph: fx.Graph, results: int = 0) -> Chain:
-    """The chain of a graph; raises NotRowwise, which names the operator.
+    """Return the chain of a graph; raises NotRowwise, which names the operator.
 
-    Each of the first `results` outputs is stored by itself, also what is given or stored already.
+    Each of the first `results` outputs is stored separately, even if it is an input or stored
+    already.
     """
     tensors = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     largest = max(tensors, key=lambda t: t.numel(), default=None)
@@ -43,23 +44,24 @@ class _Lowering:
         self.grid = grid
         self.values: dict[fx.Node, Value] = {}
         self.roles: dict[fx.Node, Roles] = {}
-        self.sums: dict[fx.Node, Value] = {}  # over rows: what depends on them is the tail
+        # sums over rows: nodes that depend on them are the tail
+        self.sums: dict[fx.Node, Value] = {}
         self.late: list[fx.Node] = []
         self.pairs: dict[Any, tuple[Sequence[Value], Roles]] = {}
         self.places: dict[fx.Node, int] = {}
         self.count = 0
 
     def run(self, graph: fx.Graph, results: int) -> Chain:
-        """The chain."""
+        """Return the chain."""
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.places[node] = len(self.places)
             elif node.op == "call_function":
-                self._node(node)
+                self._lower_node(node)
         (outputs,) = next(iter(reversed(graph.nodes))).args
         return self._chain(list(outputs), results)
 
-    def _node(self, node: fx.Node) -> None:
+    def _lower_node(self, node: fx.Node) -> None:
         """Lower one call."""
         if str(node.target) in chain.IDLE:
             return
@@ -67,7 +69,7 @@ class _Lowering:
         if any(n in self.sums or n in self.late for n in before):
             self.late.append(node)
             return
-        said = _named(node)
+        op_name = _operator_name(node)
         if node.target is operator.getitem:
             of: Any = node.args[0]
             place: Any = node.args[1]
@@ -75,36 +77,36 @@ class _Lowering:
             self.values[node], self.roles[node] = pair[place], roles
         elif str(node.target) in chain.FULL:
             number = _literal(chain.value_of(str(node.target), node.args))
-            self._keep(node, self._made("point", number, (), (), node), ())
+            self._set_value(node, self._new_value("point", number, (), (), node), ())
         elif str(node.target) in chain.SAME:
-            self._same(node, said)
+            self._view(node, op_name)
         elif str(node.target) in chain.CASTS:
-            self._cast(node, said)
+            self._cast(node, op_name)
         elif str(node.target) in chain.VARIANCES:
-            self._variance(node, said)
+            self._variance(node, op_name)
         elif str(node.target) in chain.SUMS or str(node.target) in chain.EXTREMES:
-            self._reduction(node, said)
+            self._reduction(node, op_name)
         else:
-            self._pointwise(node, said)
+            self._pointwise(node, op_name)
 
     # values
 
-    def _given(self, node: Any) -> Value:
-        """The value of an operand; a tensor that is given is loaded when it is first used."""
+    def _operand(self, node: Any) -> Value:
+        """Return the value of an operand; an input tensor is loaded at its first use."""
         if node in self.values:
             return self.values[node]
         if node not in self.places:
-            raise NotRowwise(f"{_named(node)} is not a row-wise operator")
+            raise NotRowwise(f"{_operator_name(node)} is not a row-wise operator")
         kind = node.meta["val"].dtype
         if kind not in FLOATS and kind is not torch.bool:
             raise NotRowwise(f"it takes integers ({str(kind).removeprefix('torch.')})")
         roles = self.grid.of(tuple(node.meta["val"].shape), f"`{node.name}`")
         rows, cols = self.grid.parts(roles, f"`{node.name}`")
         place = self.places[node]
-        self._keep(node, Value(f"x{place}", "given", "", (), rows, cols, kind, place), roles)
+        self._set_value(node, Value(f"x{place}", "given", "", (), rows, cols, kind, place), roles)
         return self.values[node]
 
-    def _made(
+    def _new_value(
         self,
         how: Any,
         text: str,
@@ -114,68 +116,77 @@ class _Lowering:
         dtype: torch.dtype | None = None,
     ) -> Value:
         self.count += 1
-        rows, cols = self.grid.parts(roles, _named(node))
+        rows, cols = self.grid.parts(roles, _operator_name(node))
         kind = dtype or node.meta["val"].dtype
         return Value(f"v{self.count}", how, text, tuple(operands), rows, cols, kind)
 
-    def _keep(self, node: fx.Node, value: Value, roles: Roles) -> None:
+    def _set_value(self, node: fx.Node, value: Value, roles: Roles) -> None:
         self.values[node], self.roles[node] = value, roles
 
     # operators
 
-    def _same(self, node: fx.Node, said: str) -> None:
-        """A view: the value under another shape; or broadcast, which changes what it is."""
+    def _view(self, node: fx.Node, op_name: str) -> None:
+        """Lower a view: the same value in another shape; or a broadcast, which changes the
+        value."""
         source: Any = node.args[0]
-        value, shape = self._given(source), tuple(node.meta["val"].shape)
+        value, shape = self._operand(source), tuple(node.meta["val"].shape)
         if node.target is torch.ops.aten.expand.default:
-            roles = self.grid.expanded(self.roles[source], shape, said)
-            if self.grid.parts(roles, said) != (value.rows, value.cols):
-                value = self._made("point", "{0}", (value,), roles, node)
+            roles = self.grid.expanded(self.roles[source], shape, op_name)
+            if self.grid.parts(roles, op_name) != (value.rows, value.cols):
+                value = self._new_value("point", "{0}", (value,), roles, node)
         else:
-            roles = self.grid.viewed(self.roles[source], shape, said)
-        self._keep(node, value, roles)
+            roles = self.grid.viewed(self.roles[source], shape, op_name)
+        self._set_value(node, value, roles)
 
-    def _cast(self, node: fx.Node, said: str) -> None:
+    def _cast(self, node: fx.Node, op_name: str) -> None:
         source: Any = node.args[0]
-        value, kind = self._given(source), node.meta["val"].dtype
+        value, kind = self._operand(source), node.meta["val"].dtype
         if kind not in FLOATS:
-            raise NotRowwise(f"{said} to {str(kind).removeprefix('torch.')} is not row-wise")
+            raise NotRowwise(f"{op_name} to {str(kind).removeprefix('torch.')} is not row-wise")
         text = "({0}).to(tl.float32)" if value.dtype is torch.bool else "{0}"
-        self._keep(
-            node, self._made("point", text, (value,), self.roles[source], node), self.roles[source]
+        self._set_value(
+            node,
+            self._new_value("point", text, (value,), self.roles[source], node),
+            self.roles[source],
         )
 
-    def _pointwise(self, node: fx.Node, said: str) -> None:
-        text, given = _expression(node, said)
-        values = [self._given(n) for n in given if isinstance(n, fx.Node)]
-        roles = self.grid.together([self.roles[n] for n in given if isinstance(n, fx.Node)], said)
+    def _pointwise(self, node: fx.Node, op_name: str) -> None:
+        text, given = _expression(node, op_name)
+        values = [self._operand(n) for n in given if isinstance(n, fx.Node)]
+        roles = self.grid.together(
+            [self.roles[n] for n in given if isinstance(n, fx.Node)], op_name
+        )
         shape = tuple(node.meta["val"].shape)
         roles = ((),) * (len(shape) - len(roles)) + roles
         places = iter(range(len(values)))
         words = [f"{{{next(places)}}}" if isinstance(n, fx.Node) else _literal(n) for n in given]
-        self._keep(node, self._made("point", text.format(*words), values, roles, node), roles)
+        self._set_value(
+            node, self._new_value("point", text.format(*words), values, roles, node), roles
+        )
 
-    def _reduction(self, node: fx.Node, said: str) -> None:
+    def _reduction(self, node: fx.Node, op_name: str) -> None:
         source: Any = node.args[0]
-        value = self._given(source)
+        value = self._operand(source)
         dims = _dims(node, self.roles[source])
-        left = _without(self.roles[source], dims, _keeps(node))
+        left = _remove_dims(self.roles[source], dims, _keeps_dims(node))
         over = {dim for place in dims for dim in self.roles[source][place]}
         how = chain.EXTREMES.get(str(node.target), "sum")
         mean = "mean" in str(node.target)
         rows = over - {-1}
         if rows and (rows != self.grid.leading or how != "sum"):
-            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
+            raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         within = torch.float32 if rows or mean else None  # rounded once, at the end
         if -1 in over:
             column = [place for place in dims if self.roles[source][place] == (-1,)]
-            along = _without(self.roles[source], column, True)
-            value = self._made("row", how, (value,), along, node, within)
-        if mean:  # as torch: the sum, divided once
+            along = _remove_dims(self.roles[source], column, True)
+            value = self._new_value("row", how, (value,), along, node, within)
+        if mean:  # as torch does: the sum, divided once
             count = prod(source.meta["val"].shape[d] for d in dims)
-            at = left if not rows else _of(value, self.roles[source])
+            at = left if not rows else _value_roles(value, self.roles[source])
             text = f"{{0}} / {float(count)!r}"
-            value = self._made("point", text, (value,), at, node, torch.float32 if rows else None)
+            value = self._new_value(
+                "point", text, (value,), at, node, torch.float32 if rows else None
+            )
         if rows:
             total = Value(
                 f"c{len(self.sums)}",
@@ -188,21 +199,22 @@ class _Lowering:
             )
             self.sums[node] = total
             return
-        self._keep(node, value, left)
+        self._set_value(node, value, left)
 
-    def _variance(self, node: fx.Node, said: str) -> None:
-        """Lower a variance to two sums: of the numbers, and of the squares around their mean."""
+    def _variance(self, node: fx.Node, op_name: str) -> None:
+        """Lower a variance to two sums: of the numbers, and of squared differences from their
+        mean."""
         source: Any = node.args[0]
-        value, roles = self._given(source), self.roles[source]
+        value, roles = self._operand(source), self.roles[source]
         dims = _dims(node, roles)
         if {dim for place in dims for dim in roles[place]} != {-1}:
-            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
+            raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         size = self.grid.size
-        along, left = _without(roles, dims, True), _without(roles, dims, _keeps(node))
+        along, left = _remove_dims(roles, dims, True), _remove_dims(roles, dims, _keeps_dims(node))
         wide = torch.float32
 
         def made(how: Any, text: str, *operands: Value, at: Roles = along) -> Value:
-            return self._made(how, text, operands, at, node, wide)
+            return self._new_value(how, text, operands, at, node, wide)
 
         mean = made("point", f"{{0}} / {float(size)!r}", made("row", "sum", value))
         centred = made("point", "{0} - {1}", value, mean, at=roles)
@@ -211,7 +223,7 @@ class _Lowering:
         by = float(size - (1 if correction is None else correction))
         variance = made("point", f"{{0}} / {by!r}", squares)
         if node.target is torch.ops.aten.var.correction:
-            self._keep(node, variance, left)
+            self._set_value(node, variance, left)
         else:
             self.pairs[node] = ((variance, mean), left)
 
@@ -221,7 +233,8 @@ class _Lowering:
         stored: dict[Value, Stored] = {}
         tails: dict[Any, int] = {}
         found = [
-            self._from(node, stored, tails, place < results) for place, node in enumerate(outputs)
+            self._source_of_output(node, stored, tails, place < results)
+            for place, node in enumerate(outputs)
         ]
         places = tuple(stored)
         outs = tuple(From("stored", places.index(f)) if isinstance(f, Value) else f for f in found)
@@ -233,28 +246,28 @@ class _Lowering:
         used = sorted({v for v in self.values.values() if v.how == "given"}, key=lambda v: v.place)
         return Chain(self.grid, tuple(used), tuple(stored.values()), sums, outs, tail, wanted)
 
-    def _from(
+    def _source_of_output(
         self, node: Any, stored: dict[Value, Stored], tails: dict[Any, int], own: bool
     ) -> Any:
         if node is None:
             return From("none")
         if node in self.sums or node in self.late:
             if own and node in tails:
-                raise NotRowwise(f"{_named(node)} is given twice")
+                raise NotRowwise(f"{_operator_name(node)} is given twice")
             return From("tail", tails.setdefault(node, len(tails)))
         if node in self.places and not own:
             return From("given", self.places[node])
-        value = self._given(node)
+        value = self._operand(node)
         kind, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
-        parts = self.grid.parts(self.roles[node], _named(node))
+        parts = self.grid.parts(self.roles[node], _operator_name(node))
         other = value in stored and (own or stored[value].shape != shape)
         if value.how == "given" or other or parts != (value.rows, value.cols):
-            value = self._made("point", "{0}", (value,), self.roles[node], node)
+            value = self._new_value("point", "{0}", (value,), self.roles[node], node)
         stored.setdefault(value, Stored(value, shape, kind))
         return value
 
     def _tail(self, outputs: list[fx.Node]) -> tuple[fx.Graph | None, tuple[int, ...]]:
-        """Cut out the graph that follows the sums over rows."""
+        """Return the graph after the sums over rows, and the input tensors that it uses."""
         if not self.sums:
             return None, ()
         tail = fx.Graph()
@@ -263,7 +276,7 @@ class _Lowering:
         wanted: list[int] = []
         for node in dict.fromkeys(n for n in needed if n not in self.sums):
             if node not in self.places:
-                raise NotRowwise(f"{_named(node)} uses a sum over rows")
+                raise NotRowwise(f"{_operator_name(node)} uses a sum over rows")
             wanted.append(self.places[node])
             copies[node] = tail.placeholder(f"g{self.places[node]}")
         for node in self.late:
@@ -272,14 +285,14 @@ class _Lowering:
         return tail, tuple(wanted)
 
 
-def _of(value: Value, roles: Roles) -> Roles:
-    """The roles without the column where the value has none."""
+def _value_roles(value: Value, roles: Roles) -> Roles:
+    """Return the roles without the column if the value has no columns."""
     if value.cols:
         return roles
     return tuple(tuple(d for d in role if d != -1) for role in roles)
 
 
-def _named(node: fx.Node) -> str:
+def _operator_name(node: fx.Node) -> str:
     target: Any = node.target
     return f"`{getattr(target, '__name__', str(target)).split('.')[0]}`"
 
@@ -292,17 +305,17 @@ def _literal(number: Any) -> str:
 
 
 def _dims(node: fx.Node, roles: Roles) -> list[int]:
-    """The dims of a reduction, from the first."""
+    """Return the dims of a reduction, counted from the first."""
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = [given] if isinstance(given, int) else list(given or range(len(roles)))
     return [dim % max(len(roles), 1) for dim in dims]
 
 
-def _keeps(node: fx.Node) -> bool:
+def _keeps_dims(node: fx.Node) -> bool:
     return bool(node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False))
 
 
-def _without(roles: Roles, dims: Sequence[int], keep: bool) -> Roles:
+def _remove_dims(roles: Roles, dims: Sequence[int], keep: bool) -> Roles:
     return tuple(
         () if place in dims else role
         for place, role in enumerate(roles)
@@ -310,13 +323,13 @@ def _without(roles: Roles, dims: Sequence[int], keep: bool) -> Roles:
     )
 
 
-def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
-    """A pointwise operator's text and operands."""
+def _expression(node: fx.Node, op_name: str) -> tuple[str, list[Any]]:
+    """Return the text and the operands of a pointwise operator."""
     target, given = str(node.target), list[Any](node.args)
     if target == "aten.pow.Tensor_Scalar":
         power = float(given[1])
         if power not in chain.POWERS:
-            raise NotRowwise(f"{said} to {power:g} is not a row-wise operator")
+            raise NotRowwise(f"{op_name} to {power:g} is not a row-wise operator")
         return chain.POWERS[power], given[:1]
     if target == "aten.clamp.default":
         low, high = (*given[1:], *(node.kwargs.get(k) for k in ("min", "max")[len(given) - 1 :]))[
@@ -329,7 +342,7 @@ def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
                 text = pattern.replace("{0}", f"({text})").replace("{1}", _literal(bound))
         return text, given[:1]
     if target not in chain.POINTWISE:
-        raise NotRowwise(f"{said} is not a row-wise operator")
+        raise NotRowwise(f"{op_name} is not a row-wise operator")
     text = chain.POINTWISE[target]
     alpha = node.kwargs.get("alpha", 1)
     value = node.kwargs.get("value", 1)

@@ -1,4 +1,5 @@
-"""A chain as an operator of torch, found in a module's graphs and put into its forward."""
+"""Row-wise chains as torch operators: trace a function's graphs, and run it as generated
+kernels."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from schedlang.runtime.rowwise_kernels.chain import From, NotRowwise
 from schedlang.runtime.rowwise_kernels.launch import Kernel, kernel, number, run
 
 # -- graphs ----------------------------------------------------------------------------------------
-# torch's own tracing gives one joint graph, and its min-cut partition decides what forward keeps
-# and what backward computes again.  This is the one file that touches them.
+# torch's own tracing gives one joint graph, and its min-cut partition decides which values forward
+# saves and which backward recomputes. Only this file uses them.
 
 
-_lock = RLock()  # tracing changes state of the whole process while it lasts
+_lock = RLock()  # tracing changes state of the whole process while it runs
 
 
 @dataclass(frozen=True)
 class Sort:
-    """Shape and type of one tensor that a kernel is made for, and whether it needs a gradient."""
+    """Shape and dtype of a tensor that a kernel is made for, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,12 +41,12 @@ class Sort:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Forward and backward of one function of tensors for one set of shapes.
+    """Forward and backward graph of one function of tensors for one set of shapes.
 
-    forward    from what is given to (results ..., what else is kept ...)
-    backward   from (what is kept ..., gradients of the results ...) to gradients of what is given,
-               None for what is not differentiated; None as a whole where nothing is
-    results    how many there are
+    forward    from the inputs to (results ..., other saved values ...)
+    backward   from (saved values ..., gradients of the results ...) to gradients of the inputs,
+               None for inputs without gradient; None if no input needs one
+    results    the number of results
     """
 
     forward: fx.Graph
@@ -54,7 +55,7 @@ class Graphs:
 
 
 def sorts_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Sort, ...]:
-    """Return shapes and types of tensors, as a key."""
+    """Return shapes and dtypes of tensors, as a key."""
     return tuple(
         Sort(tuple(int(n) for n in t.shape), t.dtype, t.device.type, asked)
         for t, asked in zip(given, wanted, strict=True)
@@ -62,16 +63,16 @@ def sorts_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Sort, ...
 
 
 def graphs(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
-    """Both graphs of a function; whatever torch cannot trace is raised as torch raises it.
+    """Trace both graphs of a function; torch's exceptions are not changed.
 
-    It is traced in a thread of its own, where none of the modes hold that may hold here: those of
-    a verification, or of a compiler that looks at the operator.
+    A thread of its own traces, without the modes that may be active here: those of a proof, or of a
+    compiler that traces the operator.
     """
-    with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_traced, function, given).result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_trace, function, given).result()
 
 
-def _traced(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
+def _trace(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -85,7 +86,7 @@ def _traced(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
         count[0] = len(found)
         return found
 
-    with _lock, FakeTensorMode(), _Once():
+    with _lock, FakeTensorMode(), _SiluRoundedOnce():
         inputs = tuple(
             torch.empty(s.shape, dtype=s.dtype, device=s.device).requires_grad_(s.wanted)
             for s in given
@@ -107,14 +108,14 @@ class _Silu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x / (1 + exp(-x))."""
+        """Return x / (1 + exp(-x))."""
         ctx.save_for_backward(x)
         value = x.to(torch.promote_types(x.dtype, torch.float32))
         return (value / (1 + torch.exp(-value))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Compute the derivative, in torch's order of products."""
+        """Return the gradient, in torch's order of products."""
         (x,) = ctx.saved_tensors
         value = x.to(torch.promote_types(x.dtype, torch.float32))
         slope = 1 / (1 + torch.exp(-value))
@@ -122,8 +123,9 @@ class _Silu(torch.autograd.Function):
         return made
 
 
-class _Once(TorchFunctionMode):
-    """Puts `_Silu` for SiLU, whose derivative is traced as steps that are rounded one by one."""
+class _SiluRoundedOnce(TorchFunctionMode):
+    """Replaces SiLU by `_Silu`: torch's derivative would be traced as steps that are rounded one by
+    one."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -136,18 +138,17 @@ class _Once(TorchFunctionMode):
 
 
 # -- operators -------------------------------------------------------------------------------------
-# Being operators they are opaque to what looks at a model from outside: recomputation, FSDP2,
-# torch.compile.  A chain is known by a name that follows from its text, so that names agree on
-# every rank.
+# Operators are opaque to code that inspects a model: recomputation, FSDP2, torch.compile. The name
+# of a chain is a hash of its source, so that names are equal on every rank.
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
     """Both kernels of a chain for one set of shapes.
 
-    results    how many there are: the first outputs of the forward kernel
-    kept       where it comes from: what was given, or an output of the forward kernel
-    gradients  where those of what was given come from, in the backward kernel
+    results    the number of results: the first outputs of the forward kernel
+    kept       sources of the saved values: inputs, or outputs of the forward kernel
+    gradients  sources of the inputs' gradients in the backward kernel
     """
 
     sorts: tuple[Sort, ...]
@@ -159,20 +160,20 @@ class Pair:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The generated ones."""
+        """The generated kernels."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
 
 @dataclass(eq=False)
 class Region:
-    """A function of tensors, by the name that the operators know it by."""
+    """A function of tensors that is registered under a name."""
 
     function: Callable[..., Any]
     rounding: str
     made: dict[tuple[Sort, ...], Pair]
 
     def pair(self, given: Sequence[Tensor], wanted: Sequence[bool]) -> Pair:
-        """The kernels for these tensors, made when they are first asked for."""
+        """Return the kernels for these tensors, made at the first call."""
         sorts = sorts_of(given, wanted)
         if sorts not in self.made:
             self.made[sorts] = pair_of(self.function, sorts, self.rounding)
@@ -183,12 +184,12 @@ _regions: dict[str, Region] = {}
 
 
 def declare(name: str, function: Callable[..., Any], rounding: str) -> Region:
-    """Make a function known by a name."""
+    """Register a function under a name; return it."""
     return _regions.setdefault(name, Region(function, rounding, {}))
 
 
 def pair_of(function: Callable[..., Any], sorts: tuple[Sort, ...], rounding: str) -> Pair:
-    """Both kernels of a function; raises NotRowwise."""
+    """Make both kernels of a function; raises NotRowwise."""
     found = graphs(function, sorts)
     forward = kernel(found.forward, rounding, found.results)
     if found.backward is None:
@@ -199,7 +200,7 @@ def pair_of(function: Callable[..., Any], sorts: tuple[Sort, ...], rounding: str
 
 
 def apply(name: str, given: Sequence[Tensor], results: int) -> list[Tensor]:
-    """The results of a chain, of which there are so many."""
+    """Return the first `results` results of a chain."""
     graded = torch.is_grad_enabled()
     wanted = [graded and t.requires_grad for t in given]
     stored: list[Tensor] = rowwise_forward(list(given), wanted, name)
@@ -208,27 +209,28 @@ def apply(name: str, given: Sequence[Tensor], results: int) -> list[Tensor]:
 
 @torch.library.custom_op("schedlang::rowwise_forward", mutates_args=())
 def rowwise_forward(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
-    """All that the forward kernel gives: the results, then what else backward needs."""
+    """Return all outputs of the forward kernel: the results, then the values that backward
+    needs."""
     return run(_regions[name].pair(given, wanted).forward, given)
 
 
 @torch.library.custom_op("schedlang::rowwise_backward", mutates_args=())
 def rowwise_backward(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
-    """All gradients that the backward kernel gives."""
-    return run(_backward(key), [*kept, *grads])
+    """Return all gradients that the backward kernel computes."""
+    return run(_backward_kernel(key), [*kept, *grads])
 
 
 _keys: dict[str, Pair] = {}
 
 
-def _backward(key: str) -> Kernel:
+def _backward_kernel(key: str) -> Kernel:
     found = _keys[key].backward
     assert found is not None
     return found
 
 
 def _empty(made: Kernel, like: Tensor) -> list[Tensor]:
-    """Tensors as a kernel gives them."""
+    """Return empty tensors like a kernel's outputs."""
     return [like.new_empty(shape, dtype=dtype) for shape, dtype in made.shapes]
 
 
@@ -239,7 +241,7 @@ def _(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
 
 @rowwise_backward.register_fake
 def _(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
-    return _empty(_backward(key), grads[0])
+    return _empty(_backward_kernel(key), grads[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -255,7 +257,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     pair, kept = _keys[ctx.key], list(ctx.saved_tensors)
-    backward = _backward(ctx.key)
+    backward = _backward_kernel(ctx.key)
     like = next(t for t in (*kept, *grads) if t is not None)
     tangents = [
         like.new_zeros(shape, dtype=dtype) if grad is None else grad
@@ -277,29 +279,30 @@ rowwise_forward.register_autograd(_differentiate, setup_context=_save)
 class Generated:
     """A function of tensors that runs as one kernel forward and one backward.
 
-    Numbers among the arguments are constants of one function each; what has no rows (a scalar, an
-    empty tensor) is refused with the operator's name.
+    Numbers among the arguments are constants, with one function for each set. A value without rows
+    (a scalar, an empty tensor) is refused with the operator's name.
     """
 
     plain: Callable[..., Any]
     source: str
     rounding: str
-    wide: bool = False  # casts to a lower float are casts to float64: for a proof
+    wide: bool = False  # casts to a lower float become casts to float64: for a proof
     names: dict[tuple[Any, ...], tuple[str, int]] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> Any:
-        """The results: one tensor, or a tuple of them, as the function gives."""
+        """Return the results: one tensor, or a tuple of them, as the function does."""
         tensors = [t for t in given if isinstance(t, Tensor)]
         numbers = tuple((n, t) for n, t in enumerate(given) if not isinstance(t, Tensor))
-        name, results = self._known(numbers, given)
+        name, results = self._declared(numbers, given)
         try:
             found = apply(name, tensors, max(results, 1))
         except NotRowwise as error:
             raise refusal(str(error)) from error
         return tuple(found) if results else found[0]
 
-    def _known(self, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[str, int]:
-        """The name of the function with these constants, and how many results it has; 0: one."""
+    def _declared(self, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[str, int]:
+        """Return the name of the function with these constants, and its number of results; 0: no
+        tuple."""
         key = (numbers, len(given))
         if key not in self.names:
             fixed, count = dict(numbers), len(given)
@@ -321,7 +324,7 @@ class Generated:
 
 
 def refusal(why: str) -> Refusal:
-    """S887: no row-wise chain."""
+    """Return the refusal S887: this is not a row-wise chain."""
     return Refusal.of(
         "S887",
         "this is not a chain of pointwise operators and row reductions",
@@ -333,9 +336,9 @@ def refusal(why: str) -> Refusal:
 def as_function(
     plain: Callable[..., Any], given: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[Sort, ...]]:
-    """A function of the tensors among what is given, and what these are; the rest is constant.
+    """Return a function of the tensors among `given`, and their signatures; others are constants.
 
-    Tensors of the meta device are taken for those of a CPU.
+    Tensors on the meta device are treated as CPU tensors.
     """
     tensors = [t for t in given if isinstance(t, Tensor)]
 
@@ -348,7 +351,7 @@ def as_function(
 
 
 def pair_for(plain: Callable[..., Any], given: Sequence[Any], rounding: str) -> Pair:
-    """The kernels of a function for what it is given, tensors and constants; S887."""
+    """Make the kernels of a function for these tensors and constants; raises Refusal S887."""
     function, sorts = as_function(plain, given)
     try:
         return pair_of(function, sorts, rounding)

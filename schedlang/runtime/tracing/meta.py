@@ -323,8 +323,11 @@ class Constants:
                 return torch.ops.aten.index.Tensor(args[0], numbered)
             if unknown(func):  # `other`: no element is set, instead of all
                 return self._run_on_zeros(func, args, kwargs)
-            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
-                return func(*args, **kwargs)
+            try:
+                with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                    return func(*args, **kwargs)
+            except NotImplementedError:  # torch has no meta implementation
+                return self._run_on_zeros(func, args, kwargs)
         output = _pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
         for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
             self._store(bare, value)

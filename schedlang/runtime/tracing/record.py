@@ -244,6 +244,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
         """Handle one call of a unit, and mark its outputs."""
         name = self.labels[unit]
+        if torch._C._are_functorch_transforms_active():
+            raise refusal(
+                "S610",
+                name,
+                "is called inside of a transform of `torch.func`, which no stage has all of",
+                "cut outside of the module that transforms",
+            )
         if self.inside is not None:
             raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
         if unit in self.called:

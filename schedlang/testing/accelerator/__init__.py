@@ -56,7 +56,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name from where it is defined: importing this compiles and registers nothing."""
+    """Return a public name from the module that defines it: importing this compiles nothing."""
     if name not in __all__:
         raise AttributeError(f"module `{__name__}` has no `{name}`")
     import importlib

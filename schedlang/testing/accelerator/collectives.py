@@ -1,8 +1,9 @@
 """simccl: a collective library for the simulated device with the rules of NCCL.
 
-Tensors of the device only, contiguous, on one device, which no other rank has; operations run on a
-stream of the group (or on the current one, where the caller waits at once), in order; nothing is
-there before a stream is ordered after it.  The data goes over gloo, through copies on the host.
+Accepts only contiguous tensors of the device, on one device, which no other rank has. Operations
+run on a stream of the group (or on the current one, if the caller waits at once), in order; a
+stream sees a result only after it is ordered after the operation. The data goes over gloo, through
+copies on the host.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from schedlang.testing.accelerator.transfers import Item, Started, Tensors, Tran
 
 
 def register(core: Any) -> None:
-    """Make the backend known to torch.distributed."""
+    """Register the backend with torch.distributed."""
     State.core = core
     core.set_publisher(publish)
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["sim"])
+        dist.Backend.register_backend(BACKEND, _make_backend, extended_api=True, devices=["sim"])
 
 
-def _made(options: Any, backend_options: Any) -> Any:
+def _make_backend(options: Any, backend_options: Any) -> Any:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     one = Communicator(
         options.store, options.group_rank, ranks, options.timeout, str(options.group_id)
@@ -46,12 +47,12 @@ def _made(options: Any, backend_options: Any) -> Any:
 
 
 def alive() -> int:
-    """Communicators of this process that were not shut down."""
+    """Return the number of communicators of this process that were not shut down."""
     return sum(not one.closed for one in communicators)
 
 
 class Communicator(Group):
-    """A group of ranks as c10d calls it by way of works.cpp: collectives, transfers, splits."""
+    """A group of ranks, called by c10d through works.cpp: collectives, transfers, splits."""
 
     # ---- collectives --------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class Communicator(Group):
         begin: Callable[..., Started],
         *more: Any,
     ) -> Work:
-        """Launch what `begin` does with staged tensors; `told` is what ranks have to agree on."""
+        """Launch `begin` on staged tensors; ranks must agree on `told`."""
         batched = self._batch is not None
         work = Work(self, name, ins, outs, asynchronous or batched, told)
         work.start(lambda: begin(self.gloo, work.staged_in, work.staged_out, *more))
@@ -74,48 +75,53 @@ class Communicator(Group):
         return work
 
     def all_reduce(self, tensors: Tensors, op: Any, asynchronous: bool) -> Work:
-        """Sum (or another reduction) in place."""
-        given = "all_reduce", tensors, tensors, asynchronous, _told(tensors, op)
+        """All-reduce (a sum, or another reduction) in place."""
+        given = "all_reduce", tensors, tensors, asynchronous, _describe_tensors(tensors, op)
         return self._collective(*given, transfers.reduced, op)
 
     def reduce(self, tensors: Tensors, root: int, op: Any, asynchronous: bool) -> Work:
-        """The same at one rank; the others keep what they have."""
-        given = "reduce", tensors, tensors, asynchronous, [*_told(tensors, op), root]
+        """Reduce to one rank; the other ranks keep their tensors."""
+        given = "reduce", tensors, tensors, asynchronous, [*_describe_tensors(tensors, op), root]
         return self._collective(*given, transfers.reduced_at, op, root)
 
     def broadcast(self, tensors: Tensors, root: int, asynchronous: bool) -> Work:
-        """The tensors of one rank, for all."""
-        given = "broadcast", tensors, tensors, asynchronous, [*_told(tensors), root]
+        """Broadcast the tensors of one rank."""
+        given = "broadcast", tensors, tensors, asynchronous, [*_describe_tensors(tensors), root]
         return self._collective(*given, transfers.broadcast, root)
 
     def all_gather(self, outs: Sequence[Tensors], ins: Tensors, asynchronous: bool) -> Work:
-        """One tensor of each rank, in a list."""
-        given = "all_gather", ins, outs[0], asynchronous, _told(outs[0])
+        """All-gather one tensor of each rank, into a list."""
+        given = "all_gather", ins, outs[0], asynchronous, _describe_tensors(outs[0])
         return self._collective(*given, transfers.gathered)
 
     def all_gather_into_tensor(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
-        """One tensor of each rank, in one; the input may be a part of the output."""
+        """All-gather one tensor of each rank, into one tensor; the input may be a part of the
+        output."""
         for x, y in zip(ins, outs):
             if y.numel() != x.numel() * self.size or x.dtype != y.dtype:
-                raise ValueError(f"{BACKEND} all_gather_into_tensor: {_told([x, y])} do not fit")
-        given = "all_gather_into_tensor", ins, outs, asynchronous, _told(ins)
+                raise ValueError(
+                    f"{BACKEND} all_gather_into_tensor: {_describe_tensors([x, y])} do not fit"
+                )
+        given = "all_gather_into_tensor", ins, outs, asynchronous, _describe_tensors(ins)
         return self._collective(*given, transfers.gathered_into)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Sequence[Tensors], op: Any, asynchronous: bool
     ) -> Work:
-        """A part of a sum for each rank, from a list."""
-        given = "reduce_scatter", ins[0], outs, asynchronous, _told(ins[0], op)
+        """Reduce-scatter from a list."""
+        given = "reduce_scatter", ins[0], outs, asynchronous, _describe_tensors(ins[0], op)
         return self._collective(*given, transfers.reduce_scattered_list, op)
 
     def reduce_scatter_tensor(
         self, outs: Tensors, ins: Tensors, op: Any, asynchronous: bool
     ) -> Work:
-        """A part of a sum for each rank, from one tensor."""
+        """Reduce-scatter from one tensor."""
         for x, y in zip(ins, outs):
             if x.numel() != y.numel() * self.size or x.dtype != y.dtype:
-                raise ValueError(f"{BACKEND} reduce_scatter_tensor: {_told([x, y])} do not fit")
-        given = "reduce_scatter_tensor", ins, outs, asynchronous, _told(ins, op)
+                raise ValueError(
+                    f"{BACKEND} reduce_scatter_tensor: {_describe_tensors([x, y])} do not fit"
+                )
+        given = "reduce_scatter_tensor", ins, outs, asynchronous, _describe_tensors(ins, op)
         return self._collective(*given, transfers.reduce_scattered, op)
 
     def all_to_all_single(
@@ -126,30 +132,30 @@ class Communicator(Group):
         ins: Sequence[int],
         asynchronous: bool,
     ) -> Work:
-        """A part of each rank for each rank; parts are counted in rows."""
-        bytes_ = _parts(given, ins, self.size), _parts(out, outs, self.size)
+        """All-to-all of parts of one tensor; parts are counted in rows."""
+        bytes_ = _part_bytes(given, ins, self.size), _part_bytes(out, outs, self.size)
         what = "all_to_all_single", [given], [out], asynchronous, str(given.dtype)
         return self._collective(*what, transfers.exchanged, *bytes_)
 
     def all_to_all(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
-        """The same with lists."""
+        """All-to-all of lists."""
         given = "all_to_all", ins, outs, asynchronous, str(ins[0].dtype)
         return self._collective(*given, transfers.exchanged_list)
 
     def gather(self, outs: Sequence[Tensors], ins: Tensors, root: int, asynchronous: bool) -> Work:
-        """One tensor of each rank, at one rank."""
+        """Gather one tensor of each rank at one rank."""
         flat = list(outs[0]) if outs else []
         given = "gather", ins, flat, asynchronous, [str(ins[0].dtype), root]
         return self._collective(*given, transfers.gathered_at, root)
 
     def scatter(self, outs: Tensors, ins: Sequence[Tensors], root: int, asynchronous: bool) -> Work:
-        """One tensor for each rank, from one rank."""
+        """Scatter one tensor to each rank from one rank."""
         flat = list(ins[0]) if ins else []
         given = "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root]
         return self._collective(*given, transfers.scattered, root)
 
     def barrier(self, device: int, asynchronous: bool) -> Work:
-        """All ranks came; the host waits for its stream, too."""
+        """Wait for all ranks; the host waits for its stream, too."""
         index = State.core.get_device() if device < 0 else device
         with torch._C.DisableTorchFunction():
             token = [torch.ones(1, device=torch.device("sim", index))]
@@ -161,7 +167,7 @@ class Communicator(Group):
     # ---- point to point -------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | Together:
-        """Send to a rank of the group; tags mean nothing, the order does."""
+        """Send to a rank of the group; tags are ignored, only the order counts."""
         return self._transfer("send", tensors, peer)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | Together:
@@ -198,7 +204,7 @@ class Communicator(Group):
         self._batch = []
 
     def end_coalescing(self) -> Together:
-        """All of it: sends and receives of a batch run side by side."""
+        """Launch the batch: its sends and receives run concurrently."""
         batch, self._batch = self._batch or [], None
         works = [one for one in batch if isinstance(one, Work)]
         moved = [one for one in batch if not isinstance(one, Work)]
@@ -216,7 +222,7 @@ class Communicator(Group):
     # ---- groups ---------------------------------------------------------------------------------
 
     def split(self, store: Any, ranks: Sequence[int], timeout: Any) -> Communicator | None:
-        """A communicator of some of these ranks; None for the others."""
+        """Return a communicator of some of these ranks; None on the other ranks."""
         if self.rank not in ranks:
             return None
         inside = [self.ranks[r] for r in ranks]
@@ -229,21 +235,21 @@ class Communicator(Group):
         return made
 
     def shutdown(self) -> None:
-        """Nothing may be launched any more."""
+        """Close the communicator: nothing may be launched any more."""
         self.closed = True
         for queue in self._queues.values():
             queue.close()
 
 
-def _told(tensors: Sequence[Tensor], op: Any = None) -> list[Any]:
-    said = [f"{str(t.dtype).removeprefix('torch.')}[{t.numel()}]" for t in tensors[:12]]
+def _describe_tensors(tensors: Sequence[Tensor], op: Any = None) -> list[Any]:
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}[{t.numel()}]" for t in tensors[:12]]
     if op is None:
-        return [len(tensors), said]
-    return [len(tensors), said, getattr(getattr(op, "op", op), "name", str(op))]
+        return [len(tensors), shapes]
+    return [len(tensors), shapes, getattr(getattr(op, "op", op), "name", str(op))]
 
 
-def _parts(t: Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """The bytes of each part; without numbers of rows they are equal."""
+def _part_bytes(t: Tensor, rows: Sequence[int], size: int) -> list[int]:
+    """Return the bytes of each part; equal parts without numbers of rows."""
     if not rows:
         if t.shape[0] % size:
             raise ValueError(f"{BACKEND} all_to_all_single: {t.shape[0]} rows for {size} ranks")

@@ -1,8 +1,8 @@
-"""The simulated device: compiled when it is first used, known to torch as `sim` and `torch.sim`.
+"""The simulated device: compiled on first use, registered with torch as `sim` and `torch.sim`.
 
-It is compiled once for a version of torch and of its code.  The result is kept in
-`TORCH_EXTENSIONS_DIR` or the user's cache folder; processes that ask at once wait for the one that
-compiles.
+It is compiled once for a version of torch and of its own code. The library is stored in
+`TORCH_EXTENSIONS_DIR` or the user's cache folder; processes that need it at the same time wait for
+the one that compiles.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from schedlang.runtime.adapters.torch_tensor import assignable
 
 LIBRARY = "schedlang_simulated_accelerator"
 SOURCES = Path(__file__).with_name("csrc")
-# NDEBUG as torch itself: without it some of torch's classes have other fields than in its library
+# NDEBUG as in torch's build: without it some of torch's classes have other fields
 _FLAGS = ("-std=c++20", "-fPIC", "-O1", "-g0", "-w", "-DNDEBUG", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 class Unavailable(RuntimeError):
-    """The device cannot be simulated here: why."""
+    """Raised with the reason if the device cannot be simulated here."""
 
 
 def unavailable() -> str:
-    """Return why the device cannot be simulated here; "" if it can, as far as looking tells."""
+    """Return why the device cannot be simulated here; "" if it probably can."""
     if sys.platform != "linux":
         return f"the simulated accelerator needs Linux, and this is {sys.platform}"
     if not torch.distributed.is_available():
@@ -50,26 +50,26 @@ def unavailable() -> str:
 
 
 def _compiler() -> str | None:
-    asked = os.environ.get("CXX")
-    return shutil.which(asked) if asked else shutil.which("g++") or shutil.which("c++")
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
 
 
 @cache
 def library() -> Path:
-    """Return the path of the compiled code, whether it is there or not yet."""
+    """Return the path of the compiled library, whether it exists or not."""
     text = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.read_bytes())
-    asked = os.environ.get("TORCH_EXTENSIONS_DIR")
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(asked) if asked else Path(cache_home) / "schedlang"
+    root = Path(chosen) if chosen else Path(cache_home) / "schedlang"
     abi = sysconfig.get_config_var("SOABI")
     return root / f"{LIBRARY}-{torch.__version__}-{abi}-{text.hexdigest()[:16]}" / f"{LIBRARY}.so"
 
 
 @cache
 def load() -> Any:
-    """The compiled module; `Unavailable` says why there is none."""
+    """Return the compiled module; raise `Unavailable` with the reason if there is none."""
     if reason := unavailable():
         raise Unavailable(reason)
     target = library()
@@ -79,7 +79,7 @@ def load() -> Any:
         except OSError as error:
             raise Unavailable(f"no folder to compile in: {error}") from error
         with open(target.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when this process ends, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends, in any way
             if not target.exists():
                 _compile(target)
     loader = importlib.machinery.ExtensionFileLoader(LIBRARY, str(target))
@@ -91,7 +91,8 @@ def load() -> Any:
 
 
 def _compile(target: Path) -> None:
-    """One compilation of all files, since torch's headers take most of it; it appears whole."""
+    """Compile all files at once, since torch's headers take most of the time; the result appears
+    atomically."""
     from torch.utils import cpp_extension
 
     compiler = _compiler()
@@ -111,8 +112,8 @@ def _compile(target: Path) -> None:
             [*command, str(whole), "-o", str(made), *libraries], capture_output=True, text=True
         )
         if done.returncode:
-            told = "\n".join(done.stderr.splitlines()[:40])
-            raise Unavailable(f"the simulated accelerator does not compile here:\n{told}")
+            errors = "\n".join(done.stderr.splitlines()[:40])
+            raise Unavailable(f"the simulated accelerator does not compile here:\n{errors}")
         os.replace(made, target)
 
 
@@ -124,15 +125,15 @@ NAME = "sim"
 
 @cache
 def registered() -> Any:
-    """The compiled module, after the device is known to torch; `Unavailable` says why not.
+    """Register the device with torch, and return the compiled module; may raise `Unavailable`.
 
-    Until `simulation.simulated` says how many devices there are, there are none: what asks torch
-    for an accelerator finds it unavailable.
+    There are no devices until `simulation.simulated` sets their number: torch reports the
+    accelerator as unavailable.
     """
     core = load()
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", NAME):
-        raise Unavailable(f"another device holds torch's place for one more: {taken}")
+    backend_name = torch._C._get_privateuse1_backend_name()
+    if backend_name not in ("privateuseone", NAME):
+        raise Unavailable(f"another device holds torch's place for one more: {backend_name}")
     backend: Any = torch.utils.backend_registration
     backend.rename_privateuse1_backend(NAME)
     core.register()
@@ -176,7 +177,7 @@ def _stream_classes(core: Any) -> tuple[type, type]:
 
 
 def _module(core: Any) -> types.ModuleType:
-    """Make the module that is for the device what `torch.cuda` is for CUDA."""
+    """Make the module that corresponds to `torch.cuda` for the device."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.Stream, module.Event = _stream_classes(core)
 
@@ -226,7 +227,7 @@ def _module(core: Any) -> types.ModuleType:
     module.is_initialized = lambda: True
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
-    module._initialized = True  # without it torch.utils.checkpoint keeps no generator state
+    module._initialized = True  # without it torch.utils.checkpoint saves no generator state
     _generators(core, module, index)
     _memory(core, module, index)
     return module  # type: ignore[no-any-return]
@@ -259,7 +260,8 @@ def _generators(core: Any, module: Any, index: Any) -> None:
 
 
 def _memory(core: Any, module: Any, index: Any) -> None:
-    """Bytes of tensors; no cache is simulated, so that reserved and allocated are the same."""
+    """Add the functions for bytes of tensors; without a simulated cache, reserved equals
+    allocated."""
     module.memory_allocated = lambda device=None: core.memory(index(device))[0]
     module.max_memory_allocated = lambda device=None: core.memory(index(device))[1]
     module.memory_reserved = module.memory_allocated
@@ -275,9 +277,9 @@ def _memory(core: Any, module: Any, index: Any) -> None:
 
 
 def _assignable(core: Any) -> None:
-    """`.data =` between host and device, as for CUDA: torch refuses it for a device of this kind.
+    """Allow `.data =` between host and device, as for CUDA: torch refuses it for such a device.
 
-    `module.to` keeps its Parameters by it, and FSDP2 moves offloaded gradients so.
+    `module.to` keeps its Parameters this way, and FSDP2 moves offloaded gradients.
     """
 
     def across(a: Any, b: Any) -> bool:

@@ -1,7 +1,8 @@
-"""A group of ranks on simulated devices: its operations, NCCL's rules, and who waits for whom.
+"""A group of ranks on simulated devices: its operations, NCCL's rules, and the detection of
+deadlocks.
 
-What a rank launches is written where the others read it, so that collectives that differ and
-circles of waiting ranks are named.
+Each rank writes what it launches to a shared table, so that differing collectives and circles of
+waiting ranks are reported by name.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from schedlang.testing.accelerator.transfers import (
     Unequal,
 )
 
-# -- a table of short texts that the ranks of one machine share: what each of them is at -----------
+# -- a table of short texts that the ranks of one machine share: the current work of each -----
 
 _WIDTH = 512  # bytes of a cell: its length, then its text
 _LENGTH = 4
 
 
 class Board:
-    """Rows by rank; each rank writes its own row, and reads all of them without asking anybody."""
+    """Rows by rank in shared memory; each rank writes its own row, and reads all rows directly."""
 
     def __init__(self, store: Any, rank: int, size: int, columns: int) -> None:
         self.rank, self.size, self.columns = rank, size, columns
@@ -53,7 +54,9 @@ class Board:
             handle = os.open(path, os.O_RDWR)
         self._cells = mmap.mmap(handle, size * columns * _WIDTH)
         os.close(handle)
-        if store.add("boards", 1) == size:  # all have it open, and it ends with the last of them
+        if (
+            store.add("boards", 1) == size
+        ):  # all ranks have opened it; it is freed with the last one
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -68,7 +71,7 @@ class Board:
         self._cells[start : start + _LENGTH] = len(text).to_bytes(_LENGTH, "little")
 
     def read(self, rank: int, column: int) -> Any:
-        """A cell of any row; None where nothing was written yet."""
+        """Return a cell of any row; None where nothing was written yet."""
         start = (rank * self.columns + column) * _WIDTH
         length = int.from_bytes(self._cells[start : start + _LENGTH], "little")
         if not length:
@@ -76,7 +79,7 @@ class Board:
         try:
             return json.loads(self._cells[start + _LENGTH : start + _LENGTH + length])
         except ValueError:
-            return None  # being written just now
+            return None  # being written now
 
 
 # -- operations: launched, on their way, and published ---------------------------------------------
@@ -86,11 +89,11 @@ _KIND = torch._C._autograd.DeviceType.PrivateUse1.value
 
 
 class Deadlock(RuntimeError):
-    """Ranks that wait for each other: none of them can go on."""
+    """Ranks that wait for each other: none of them can continue."""
 
 
 class Mismatch(RuntimeError):
-    """Ranks of a group that do not do the same."""
+    """Ranks of a group that launch different operations."""
 
 
 class State:
@@ -102,18 +105,19 @@ class State:
     world: Board | None = None
     me = 0
     waits = itertools.count(1)
-    stuck = False  # a deadlock was told here, and the others still have to see why
+    stuck = False  # a deadlock was raised here; the other ranks must still read the reason
 
 
 def publish(ticket: int) -> None:
-    """The results of a work are asked for: a stream, or the host, is ordered after it."""
+    """Make the results of a work available: a stream, or the host, is ordered after it."""
     work = State.open.get(ticket)
     if work is not None:
         work.publish()
 
 
 class Work:
-    """One operation: launched, its inputs copied; its results come when a stream waits for it."""
+    """One operation: its inputs are copied at launch, its outputs written when a stream waits for
+    it."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class Work:
             stream = torch.Stream(
                 stream_id=self.stream, device_index=self.device, device_type=_KIND
             )
-            for t in (*ins, *outs):  # NCCL's works keep their tensors until they are done
+            for t in (*ins, *outs):  # NCCL's works hold their tensors until they are done
                 t.record_stream(stream)
         group.publish_before(self, [*ins, *outs])
         self.staged_in = [core.alias(t.detach()).clone() for t in ins]
@@ -159,7 +163,7 @@ class Work:
         core.opened(self.ticket, index, when)
 
     def start(self, begin: Callable[[], Started]) -> Work:
-        """Hand the data to gloo, in its turn."""
+        """Hand the data to gloo, after earlier operations of the queue."""
         queue = self.group.whole
         if queue.idle():
             self.gloo, self.finish = begin()
@@ -176,7 +180,7 @@ class Work:
         return self
 
     def publish(self) -> None:
-        """Wait until the data is there, and put it into the memory of the device."""
+        """Wait for the data, and write it into the memory of the device."""
         with self._lock:
             if self.finished:
                 if self.group.failed is not None and self.staged_out:
@@ -193,7 +197,7 @@ class Work:
             self.staged_in, self.staged_out = [], []
 
     def wait(self) -> bool:
-        """The current stream comes after this operation."""
+        """Order the current stream after this operation."""
         core = State.core
         self.publish()
         now = core.current_stream(self.device)
@@ -203,11 +207,11 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the results are there."""
+        """Return whether the results are available."""
         return self.finished
 
     def result(self) -> list[Tensor]:
-        """The tensors that it writes."""
+        """Return the output tensors."""
         return self.outs
 
     def __str__(self) -> str:
@@ -226,17 +230,17 @@ class Together:
         self.works, self.device, self.stream = list(works), device, stream
 
     def wait(self) -> bool:
-        """The current stream comes after all of them."""
+        """Order the current stream after all works."""
         for work in self.works:
             work.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether all results are there."""
+        """Return whether all results are available."""
         return all(work.finished for work in self.works)
 
     def result(self) -> list[Tensor]:
-        """The tensors that they write."""
+        """Return the output tensors of all works."""
         return [t for work in self.works for t in work.outs]
 
 
@@ -248,8 +252,8 @@ def span(t: Tensor) -> tuple[int, int]:
 
 # -- groups ----------------------------------------------------------------------------------------
 
-STUCK_AFTER = 2.0  # seconds without a result before a rank looks whether it can still come
-RING = 64  # collectives whose descriptions are kept
+STUCK_AFTER = 2.0  # seconds without a result before a rank checks for a deadlock
+RING = 64  # collectives whose descriptions are stored
 _NEVER = datetime.timedelta(days=30)
 _SLICE = datetime.timedelta(milliseconds=100)
 
@@ -257,7 +261,7 @@ communicators: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """The ranks of a communicator: its queues, their streams, and what each rank is at."""
+    """The ranks of a communicator: its queues, their streams, and the current work of each rank."""
 
     def __init__(
         self, store: Any, rank: int, ranks: Sequence[int], timeout: Any, name: str
@@ -287,8 +291,8 @@ class Group:
     # ---- rules ------------------------------------------------------------------------------
 
     def checked(self, name: str, tensors: Sequence[Tensor]) -> int:
-        """The device of all tensors, or why NCCL would not take them."""
-        if State.stuck and State.world is not None:  # this rank goes on: it waits for nobody
+        """Return the device of all tensors; raise where NCCL would reject the tensors."""
+        if State.stuck and State.world is not None:  # this rank continues and waits for none
             State.stuck = False
             State.world.write(0, None)
         if self.closed:
@@ -313,19 +317,18 @@ class Group:
         return devices[0]
 
     def connect(self, device: int) -> None:
-        """A group that was bound to a device has one queue: also for single sends and receives."""
+        """Use one queue, for single sends and receives too: the group was bound to a device."""
         self.eager = True
 
     def stream(self, device: int, queue: int | None = None) -> int:
-        """The stream of a queue on a device: toward a peer, or (none) that of all."""
+        """Return the stream of a queue on a device: toward a peer, or (None) of collectives."""
         key = (device, self.size if queue is None else queue)
         if key not in self._streams:
             self._streams[key] = State.core.new_stream(device)
         return self._streams[key]
 
     def publish_before(self, new: Work, tensors: Sequence[Tensor]) -> None:
-        """Publish the results of earlier work on the same stream that the new work reads or
-        writes."""
+        """Publish results of earlier work on the same stream that the new work reads or writes."""
         spans = [span(t) for t in tensors]
         for work in list(State.open.values()):
             if work.device != new.device or work.stream != new.stream:
@@ -337,7 +340,7 @@ class Group:
                     break
 
     def describe(self, name: str, told: Any, device: int) -> int:
-        """Write what this rank does where the others can read it."""
+        """Write this rank's launch to the table, and return its number."""
         if name in ("send", "recv"):
             return 0
         number = next(self._numbers)
@@ -345,7 +348,7 @@ class Group:
         return number
 
     def compare(self, work: Work) -> None:
-        """All ranks that came did the same, each on a device of its own."""
+        """Check that all ranks that have arrived launched the same, each on its own device."""
         if not work.number:
             return
         ours = self.board.read(self.rank, work.number % RING)
@@ -358,18 +361,18 @@ class Group:
             if theirs[1:3] != ours[1:3]:
                 raise Mismatch(
                     f"{BACKEND}: collective number {work.number} of {self} differs: rank "
-                    f"{self.ranks[self.rank]} has {_said(ours)}, rank {self.ranks[rank]} has "
-                    f"{_said(theirs)}"
+                    f"{self.ranks[self.rank]} has {_describe_row(ours)}, rank {self.ranks[rank]} "
+                    f"has {_describe_row(theirs)}"
                 )
             if theirs[3] == ours[3]:
-                raise Mismatch(self._duplicate(rank, ours[3]))
+                raise Mismatch(self._duplicate_text(rank, ours[3]))
 
-    def _failing(self, text: str) -> Mismatch:
+    def _fail_with(self, text: str) -> Mismatch:
         error = Mismatch(text)
         self.fail(error)
         return error
 
-    def _duplicate(self, rank: int, device: int) -> str:
+    def _duplicate_text(self, rank: int, device: int) -> str:
         return (
             f"{BACKEND}: Duplicate device: rank {self.ranks[self.rank]} and rank "
             f"{self.ranks[rank]} of {self} are both on sim:{device}; each process sets its own"
@@ -378,16 +381,16 @@ class Group:
     # ---- waiting ----------------------------------------------------------------------------
 
     def wait_for(self, work: Work) -> None:
-        """Wait until the data of a work is there; raise what stands in its way."""
-        began, told = time.monotonic(), False
+        """Wait until the data of a work is available; raise on deadlock, mismatch and time-out."""
+        began, published = time.monotonic(), False
         try:
-            while not self._arrived(work):
+            while not self._has_arrived(work):
                 waited = time.monotonic() - began
                 if waited > STUCK_AFTER:
                     self.compare(work)
-                    self._tell(work)
-                    told = True
-                    self._look(work)
+                    self._publish_wait(work)
+                    published = True
+                    self._check_deadlock(work)
                 if waited > self.timeout.total_seconds():
                     missing = [self.ranks[r] for r in self._blockers(work)]
                     raise Deadlock(
@@ -395,21 +398,21 @@ class Group:
                         f"waits for ranks {missing}, which are busy with something else"
                     )
         except (Deadlock, Mismatch) as error:
-            State.stuck = told and isinstance(error, Deadlock)
+            State.stuck = published and isinstance(error, Deadlock)
             self.fail(error)
             raise
         except Unequal as error:
-            raise self._failing(
+            raise self._fail_with(
                 f"{BACKEND}: {error.one} on rank {State.me} meets "
                 f"{error.numel} elements, {error.bytes} bytes, on the other side"
             ) from None
         except DuplicateDevice as error:
-            raise self._failing(self._duplicate(error.peer, error.device)) from None
+            raise self._fail_with(self._duplicate_text(error.peer, error.device)) from None
         except Exception as error:
-            self.compare(work)  # it may be why
+            self.compare(work)  # a mismatch may be the cause
             raise RuntimeError(f"{BACKEND}: {work} failed on rank {State.me}: {error}") from error
         finally:
-            if told and not State.stuck and State.world is not None:
+            if published and not State.stuck and State.world is not None:
                 State.world.write(0, None)
         try:
             self.compare(work)
@@ -418,7 +421,7 @@ class Group:
             raise
 
     def fail(self, error: RuntimeError) -> None:
-        """Fail: end all work that is still open, whose waiters are told the same error."""
+        """Fail: end all open work of the group; its waiters get the same error."""
         self.failed = error
         for ticket, work in list(State.open.items()):
             if work.group is self:
@@ -426,8 +429,8 @@ class Group:
                 del State.open[ticket]
                 State.core.closed(ticket)
 
-    def _arrived(self, work: Work) -> bool:
-        """Return whether it is done, after a moment of waiting."""
+    def _has_arrived(self, work: Work) -> bool:
+        """Return whether a work is done, after waiting for a moment."""
         if work.item is not None:
             if not work.item.done.wait(_SLICE.total_seconds()):
                 return False
@@ -443,11 +446,11 @@ class Group:
             except RuntimeError:
                 if not one.is_completed():
                     return False
-                one.wait()  # its own error, or it ended just now
+                one.wait()  # raises its error, or it ended just now
         return True
 
     def _blockers(self, work: Work) -> list[int]:
-        """Ranks of the group that have not come to what this rank waits for."""
+        """Return the ranks of the group that have not reached what this rank waits for."""
         item = work.item
         if item is not None:
             queue, key = self._queue_of(item)
@@ -455,7 +458,7 @@ class Group:
             if head is None:
                 return []
             if head.transfers:
-                return [one.peer for one in head.transfers if not self._met(one, key)]
+                return [one.peer for one in head.transfers if not self._peer_is_ready(one, key)]
             for other in list(State.open.values()):
                 work = other if other.item is head else work
         last = work.number
@@ -465,7 +468,7 @@ class Group:
         for rank in range(self.size):
             theirs = self.board.read(rank, last % RING)
             ahead = rank != self.rank and self.board.read(rank, RING + self.size)
-            if theirs is None or theirs[0] < last or ahead:  # a transfer is before it there
+            if theirs is None or theirs[0] < last or ahead:  # there a transfer comes first
                 behind.append(rank)
         return behind
 
@@ -475,7 +478,7 @@ class Group:
                 return queue, key
         return None, 0
 
-    def _met(self, one: Transfer, key: int) -> bool:
+    def _peer_is_ready(self, one: Transfer, key: int) -> bool:
         """Return whether the other side is at the head of its queue, too."""
         opposite = "recv" if one.kind == "send" else "send"
         column = RING + (self.size if key == self.size else self.rank)
@@ -483,8 +486,8 @@ class Group:
         wanted = [opposite, self.rank, one.number]
         return theirs is not None and any(other[:3] == wanted for other in theirs)
 
-    def _tell(self, work: Work) -> None:
-        """Write for whom this rank waits; other ranks follow it."""
+    def _publish_wait(self, work: Work) -> None:
+        """Write which ranks this rank waits for; other ranks follow these entries."""
         text = str(work)
         if work.item is not None:
             queue, _ = self._queue_of(work.item)
@@ -498,19 +501,21 @@ class Group:
             if before is None or before[1:] != [text, blockers]:
                 State.world.write(0, [next(State.waits), text, blockers])
 
-    def _look(self, work: Work) -> None:
-        """Follow who waits for whom: if nobody that this rank waits for can go on, none can."""
-        first = self._stuck()
+    def _check_deadlock(self, work: Work) -> None:
+        """Follow who waits for whom; raise Deadlock if no rank that this one waits for can
+        continue."""
+        first = self._waiting_ranks()
         if first is None:
             return
         time.sleep(0.5)
-        if first != self._stuck() or self._arrived(work):
+        if first != self._waiting_ranks() or self._has_arrived(work):
             return
         lines = [f"rank {rank} waits for {row[2]}: {row[1]}" for rank, row in sorted(first.items())]
         raise Deadlock(f"{BACKEND}: deadlock\n   " + "\n   ".join(lines))
 
-    def _stuck(self) -> dict[int, Any] | None:
-        """All ranks that are reached from this one, if each of them waits for another."""
+    def _waiting_ranks(self) -> dict[int, Any] | None:
+        """Return all ranks reachable from this one, if each of them waits for another; else
+        None."""
         found: dict[int, Any] = {}
         todo = [State.me]
         assert State.world is not None
@@ -528,13 +533,13 @@ class Group:
     # ---- queues -----------------------------------------------------------------------------
 
     def _queue(self, key: int) -> Queue:
-        """The queue toward a peer, or (at the size of the group) that of all."""
+        """Return the queue toward a peer, or (key = size of the group) that of collectives."""
         if key not in self._queues:
             column = RING + key
             self._queues[key] = Queue(self.gloo, lambda head: self.board.write(column, head))
         return self._queues[key]
 
 
-def _said(row: Any) -> str:
-    _, name, told, _ = row
-    return f"{name} {told}" if told is not None else str(name)
+def _describe_row(row: Any) -> str:
+    _, name, details, _ = row
+    return f"{name} {details}" if details is not None else str(name)

@@ -1,4 +1,4 @@
-"""One simulation: devices are there inside of it, and what it saw can be asked for; or on ranks."""
+"""Simulations: devices exist inside of one, and its findings can be queried; also on ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OFF, _COLLECT, _RAISE = range(3)
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that a report is about."""
+    """One of the two accesses of a report."""
 
     op: str
     stream: str
@@ -37,11 +37,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Report:
-    """Two uses of the same memory that nothing puts in an order.
+    """Two uses of the same memory without an order between them.
 
     `kind` is `race`; `reuse`, of memory that was freed while another stream may still use it;
-    `changed source`, of pinned memory that the host changed before a copy of it was done; or
-    `early use`, of pinned memory that the host used before a copy into it was done.
+    `changed source`, of pinned memory that the host changed before a copy of it was done; or `early
+    use`, of pinned memory that the host used before a copy into it was done.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Report:
 
 
 class Raced(AssertionError):
-    """Raised by `check`; `reports` are all that were made."""
+    """Raised by `check`; `reports` are all reports."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         more = f"\n... and {len(reports) - 8} more" if len(reports) > 8 else ""
@@ -82,7 +82,7 @@ class Raced(AssertionError):
 
 @dataclass(frozen=True)
 class Synchronisation:
-    """The host waited for the device: for what, and where in the program."""
+    """A wait of the host for the device: for what, and where in the program."""
 
     what: str
     place: str
@@ -93,7 +93,7 @@ class Synchronisation:
 
 @dataclass(frozen=True)
 class Operation:
-    """A launch: its stream, its number there, and the launches known to be done before it."""
+    """A launch: its stream, its number on it, and the launches known to be done before it."""
 
     name: str
     index: int
@@ -104,7 +104,7 @@ class Operation:
     label: str
 
     def after(self, other: Operation) -> bool:
-        """Return whether an order puts this after the other."""
+        """Return whether this operation is ordered after the other."""
         return other.index < len(self.clock) and self.clock[other.index] >= other.time
 
 
@@ -114,13 +114,13 @@ def could_overlap(a: Operation, b: Operation) -> bool:
 
 
 class Simulation:
-    """The reports of a simulation; it goes on while they are read."""
+    """The findings of a simulation, which continues while they are read."""
 
     def __init__(self, core: Any) -> None:
         self._core, self.device = core, torch.device("sim")
 
     def reports(self) -> list[Report]:
-        """Races and their kin so far."""
+        """Return the races and other reports so far."""
         return [
             Report(kind, Side(**first), Side(**second), memory, count)
             for kind, first, second, memory, count in self._core.reports()
@@ -133,24 +133,25 @@ class Simulation:
             raise Raced(found)
 
     def settle(self) -> None:
-        """Let everything end that is under way, without counting it as a synchronisation."""
+        """Wait for all pending work, without counting it as a synchronisation."""
         with self.uncounted():
             for index in range(self._core.device_count()):
                 torch.accelerator.synchronize(torch.device("sim", index))
 
     def synchronisations(self) -> list[Synchronisation]:
-        """Each time the host waited for the device, in order."""
+        """Return each wait of the host for the device, in order."""
         return [Synchronisation(*one) for one in self._core.synchronisations()]
 
     def operations(self) -> list[Operation]:
-        """Each launch, in the order of the host; needs `simulated(timeline=True)`."""
+        """Return each launch, in the order of the host; needs `simulated(timeline=True)`."""
         return [
             Operation(name, index, stream, time, tuple(clock), place, label)
             for name, index, stream, time, clock, place, label in self._core.operations()
         ]
 
     def matching(self, wanted: str | Callable[[Operation], bool]) -> list[Operation]:
-        """Operations whose name, place or label contains a text, or that a function admits."""
+        """Return the operations whose name, place or label contains a text, or that a function
+        accepts."""
         if callable(wanted):
             return [one for one in self.operations() if wanted(one)]
         return [
@@ -162,31 +163,32 @@ class Simulation:
     def could_overlap(
         self, a: str | Callable[[Operation], bool], b: str | Callable[[Operation], bool]
     ) -> list[tuple[Operation, Operation]]:
-        """All pairs of the one and the other that could run at once (see `matching`)."""
+        """Return all pairs of operations that could run at once (see `matching`)."""
         others = self.matching(b)
         return [(x, y) for x in self.matching(a) for y in others if could_overlap(x, y)]
 
     def memory(self, device: int = 0) -> tuple[int, int]:
-        """Bytes alive on a device, and the most that were since the last reset."""
+        """Return the bytes allocated on a device, and the peak since the last reset."""
         now, peak = self._core.memory(device)
         return now, peak
 
     def reset(self) -> None:
-        """Forget all that was seen, and take what ran so far as done."""
+        """Drop all findings, and treat everything launched so far as done."""
         self.settle()
         self._core.reset()
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
-        """Raise reports where they are made, and synchronisations too, for the time of a block."""
+        """Raise reports where they occur, and synchronisations too, during a block."""
         with self.raising(), self.no_synchronisation():
             yield
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise a report where it is made, for the time of a block: a debugger stops there.
+        """Raise a report where it occurs, during a block: a debugger stops there.
 
-        The report of an early use of the host comes at the end, since operators of the CPU go on.
+        The report of an early use by the host is raised at the end, since operators of the CPU
+        continue.
         """
         check, before = self._core.set_check(_RAISE), len(self.reports())
         try:
@@ -198,7 +200,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        """Make a synchronisation of host and device an error, for the time of a block."""
+        """Make a synchronisation of host and device an error, during a block."""
         forbid = self._core.set_forbid(True)
         try:
             yield
@@ -207,7 +209,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Neither count nor forbid synchronisations of a block: those of a test itself."""
+        """Neither count nor forbid synchronisations during a block: those of a test itself."""
         counting = self._core.set_counting(False)
         try:
             yield
@@ -216,7 +218,8 @@ class Simulation:
 
     @contextlib.contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Follow no accesses in a block: what is known to race is looked at by its values."""
+        """Do not check accesses during a block: for code that is known to race, and is tested by
+        its values."""
         check = self._core.set_check(_OFF)
         try:
             yield
@@ -225,7 +228,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def label(self, text: str) -> Iterator[None]:
-        """Operations launched inside (by any thread) carry a label, to be found by `matching`."""
+        """Label operations launched inside (by any thread), for `matching`."""
         before = self._core.set_label(text)
         try:
             yield
@@ -237,31 +240,31 @@ class Simulation:
 def simulated(
     devices: int = 8, *, timeline: bool = False, lines: bool = True
 ) -> Iterator[Simulation]:
-    """Devices `sim:0`, `sim:1`, ... are there inside; nothing is raised unless it is asked for.
+    """Make devices `sim:0`, `sim:1`, ... exist inside a block; findings are not raised by default.
 
-    `timeline` keeps every operation; `lines=False` looks for no lines of Python, which is faster.
+    `timeline` records every operation; `lines=False` records no lines of Python, which is faster.
     """
     core = registered()
     before = core.set_devices(devices)
-    kept, told = core.set_timeline(timeline), core.set_lines(lines)
+    timeline_before, lines_before = core.set_timeline(timeline), core.set_lines(lines)
     simulation = Simulation(core)
     try:
         core.set_device(0) if not before else None
         simulation.reset()
-        with _backward():
+        with _single_thread_backward():
             yield simulation
     finally:
         try:
             simulation.settle()
         finally:
-            core.set_timeline(kept)
-            core.set_lines(told)
+            core.set_timeline(timeline_before)
+            core.set_lines(lines_before)
             core.set_devices(before)
 
 
 @contextlib.contextmanager
-def _backward() -> Iterator[None]:
-    """Backward runs on this thread where the engine began before it knew of these devices."""
+def _single_thread_backward() -> Iterator[None]:
+    """Run backward on this thread if the engine started before these devices were registered."""
     probe = torch.zeros(1, device="sim", requires_grad=True)
     try:
         probe.sum().backward()  # type: ignore[no-untyped-call]
@@ -292,12 +295,12 @@ def spawn(
     timeout: float | None = 120.0,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` on each of some ranks and return what each of them returned.
+    """Call `fn(*args)` on each of some ranks, and return the results.
 
-    Rank i is on `sim:i`, in a world of `backend` ("cpu:gloo,sim:simccl" has both kinds; None starts
-    none, as torchrun does), bound to its device where `bind` says so (`device_id`). `RANK`,
-    `LOCAL_RANK` and `WORLD_SIZE` are set. With `check`, a report on any rank raises `Raced`.
-    `set_device=False` leaves all ranks on `sim:0`, as a script does that forgets to choose.
+    Rank i is on `sim:i`, in a world of `backend` ("cpu:gloo,sim:simccl" has both; None starts none,
+    as torchrun does), bound to its device if `bind` (`device_id`). `RANK`, `LOCAL_RANK` and
+    `WORLD_SIZE` are set. With `check`, a report on any rank raises `Raced`. `set_device=False`
+    leaves all ranks on `sim:0`, like a script that forgets to choose.
 
     `current()` is the simulation of a rank. An error of a rank is raised as
     `schedlang.runtime.launch.pool.RankDied`.
@@ -322,7 +325,7 @@ def spawn(
 
 
 def current() -> Any:
-    """The simulation of this rank, inside of `spawn`."""
+    """Return the simulation of this rank, inside of `spawn`."""
     if _here is None:
         raise RuntimeError("no rank of `spawn`: use `simulated()`")
     return _here
@@ -332,19 +335,20 @@ _here: Any = None
 
 
 def _ranks() -> Any:
-    """The ranks of this process, and none of the ordinary ones: the device stays in them."""
+    """Return the warm ranks for `spawn`, separate from ordinary ones, as the device stays
+    registered."""
     global _pool
     from schedlang.runtime.launch.pool import Pool
 
     if _pool is None or not _pool._finalizer.alive or _pool._owner != os.getpid():
-        load()  # compiled here, where an error can be told
+        load()  # compile here, where an error can be reported
         _pool = Pool(preload=_PRELOAD)
         atexit.register(_pool.close)
     return _pool
 
 
 def close() -> None:
-    """End the ranks; the next call of `spawn` starts others."""
+    """End the ranks; the next `spawn` starts others."""
     global _pool
     if _pool is not None:
         _pool.close()
@@ -352,12 +356,11 @@ def close() -> None:
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Run a function on a rank, in another world than the one that it was given, and a
-    simulation."""
+    """Run a function on a rank in a new world, and return its result and the reports."""
     global _here
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore("simulated", dist.distributed_c10d._get_default_store())
-    dist.barrier()  # whoever closes first could cut off those that are still connecting
+    dist.barrier()  # else the first rank to close could disconnect ranks that are still connecting
     dist.destroy_process_group()
     with simulated(
         options["devices"], timeline=options["timeline"], lines=options["lines"]
@@ -379,18 +382,18 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
             result = fn(*args)
             simulation.settle()
             reports = [replace(one, rank=rank) for one in simulation.reports()]
-            _all_here(store, "done", size)
+            _wait_for_all(store, "done", size)
         finally:
             _here = None
             if dist.is_initialized():
                 dist.destroy_process_group()
     again = PrefixStore("after", store)
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)  # as it was found
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)  # as before
     return result, reports
 
 
-def _all_here(store: Any, name: str, size: int) -> None:
-    """Wait until each rank has come so far."""
+def _wait_for_all(store: Any, name: str, size: int) -> None:
+    """Wait until each rank has reached this point."""
     if store.add(name, 1) == size:
         store.set(f"all {name}", "1")
     store.get(f"all {name}")

@@ -1,6 +1,6 @@
-"""Transfers of the simulated collective library: gloo, on bytes of copies on the host.
+"""Transfers of the simulated collective library: gloo, on the bytes of copies on the host.
 
-Queues of a communicator are serial: what was launched first runs first, and blocks what follows.
+Queues of a communicator are serial: operations run in order of launch, each blocks the next.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch._C import _distributed_c10d as c10d
 
 Finish = Callable[[], None]  # once gloo is done
 Tensors = Sequence[Tensor]
-Started = tuple[list[Any], Finish]  # the works of gloo, and what is left to do then
+Started = tuple[list[Any], Finish]  # the works of gloo, and what remains to be done then
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -36,11 +36,11 @@ _WIDER = {
 }
 
 
-# Each of these begins an operation on staged tensors: `ins` and `outs` are those of this rank.
+# Each function starts an operation on staged tensors: `ins` and `outs` are those of this rank.
 
 
 def _all_reduce(gloo: Any, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, Tensor]:
-    """The reduction, in a tensor of its own that `Finish` fills to the end."""
+    """Start an all-reduce into a new tensor that `Finish` completes."""
     kinds: Any = dist.ReduceOp.RedOpType
     kind = op.op if hasattr(op, "op") else op
     average = kind == kinds.AVG
@@ -62,12 +62,12 @@ def _all_reduce(gloo: Any, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, 
 
 
 def reduced(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
-    """all_reduce of each."""
-    return _reduced(gloo, ins, outs, op, lambda y: slice(y.numel()))
+    """All-reduce each tensor."""
+    return _reduce_parts(gloo, ins, outs, op, lambda y: slice(y.numel()))
 
 
 def reduced_at(gloo: Any, ins: Tensors, outs: Tensors, op: Any, root: int) -> Started:
-    """all_reduce of each at the root; the others keep what they have."""
+    """All-reduce each tensor at the root; the other ranks keep their tensors."""
     works, finish = reduced(gloo, ins, outs, op)
 
     def kept() -> None:
@@ -80,22 +80,24 @@ def reduced_at(gloo: Any, ins: Tensors, outs: Tensors, op: Any, root: int) -> St
 
 
 def reduce_scattered(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
-    """The part of this rank of each sum."""
+    """Reduce-scatter each tensor."""
     rank = gloo.rank()
-    return _reduced(gloo, ins, outs, op, lambda y: slice(rank * y.numel(), (rank + 1) * y.numel()))
+    return _reduce_parts(
+        gloo, ins, outs, op, lambda y: slice(rank * y.numel(), (rank + 1) * y.numel())
+    )
 
 
 def reduce_scattered_list(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
-    """The same for a list of inputs, which may differ in their sizes."""
+    """Reduce-scatter a list of inputs, whose sizes may differ."""
     start = sum(t.numel() for t in ins[: gloo.rank()])
     whole = [torch.cat([t.reshape(-1) for t in ins])]
-    return _reduced(gloo, whole, outs, op, lambda y: slice(start, start + y.numel()))
+    return _reduce_parts(gloo, whole, outs, op, lambda y: slice(start, start + y.numel()))
 
 
-def _reduced(
+def _reduce_parts(
     gloo: Any, ins: Tensors, outs: Tensors, op: Any, part: Callable[[Tensor], slice]
 ) -> Started:
-    """all_reduce of each; an output receives its part of the elements."""
+    """All-reduce each tensor; an output gets its part of the elements."""
     works: list[Any] = []
     ends = []
     for x, y in zip(ins, outs):
@@ -112,18 +114,18 @@ def _reduced(
 
 
 def broadcast(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
-    """Each tensor of the root."""
+    """Broadcast each tensor of the root."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
     works = []
     for x, y in zip(ins, outs):
         y.copy_(x)
-        works += [gloo.broadcast([_flat(y)], options)] if y.numel() else []
-    return works, _nothing
+        works += [gloo.broadcast([_as_bytes(y)], options)] if y.numel() else []
+    return works, _do_nothing
 
 
 def gathered(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
-    """all_gather into a list, whose tensors may differ in their sizes."""
+    """All-gather into a list, whose tensors may have different sizes."""
     (x,) = ins
     if any(y.numel() != x.numel() for y in outs):
         works = []
@@ -131,31 +133,33 @@ def gathered(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
             if root == gloo.rank():
                 y.view(-1).copy_(x.view(-1))
             works += broadcast(gloo, [y], [y], root)[0]
-        return works, _nothing
+        return works, _do_nothing
     if not x.numel():
-        return [], _nothing
-    return [gloo.allgather([[_flat(y) for y in outs]], [_flat(x)])], _nothing
+        return [], _do_nothing
+    return [gloo.allgather([[_as_bytes(y) for y in outs]], [_as_bytes(x)])], _do_nothing
 
 
 def gathered_into(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
-    """all_gather of each into one tensor."""
+    """All-gather each tensor into one tensor."""
     works = []
     for x, y in zip(ins, outs):
         if x.numel():
-            works.append(gloo.allgather([list(_flat(y).chunk(gloo.size()))], [_flat(x)]))
-    return works, _nothing
+            works.append(gloo.allgather([list(_as_bytes(y).chunk(gloo.size()))], [_as_bytes(x)]))
+    return works, _do_nothing
 
 
 def exchanged(
     gloo: Any, ins: Tensors, outs: Tensors, sent: Sequence[int], received: Sequence[int]
 ) -> Started:
-    """all_to_all of parts of so many bytes, one after the other."""
+    """All-to-all of consecutive parts of these sizes in bytes."""
     (x,), (y,), options = ins, outs, c10d.AllToAllOptions()
-    return [gloo.alltoall_base(_flat(y), _flat(x), list(received), list(sent), options)], _nothing
+    return [
+        gloo.alltoall_base(_as_bytes(y), _as_bytes(x), list(received), list(sent), options)
+    ], _do_nothing
 
 
 def exchanged_list(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
-    """The same of a tensor for each rank, and from each."""
+    """All-to-all of a tensor for each rank, and from each rank."""
     x = torch.cat([t.reshape(-1) for t in ins])
     y = torch.empty(sum(t.numel() for t in outs), dtype=x.dtype)
     works, _ = exchanged(gloo, [x], [y], [t.nbytes for t in ins], [t.nbytes for t in outs])
@@ -169,44 +173,45 @@ def exchanged_list(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
 
 
 def gathered_at(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
-    """gather at the root."""
+    """Gather at the root."""
     options = c10d.GatherOptions()
     options.rootRank = root
-    lists = [[_flat(y) for y in outs]] if outs else []
-    return [gloo.gather(lists, [_flat(ins[0])], options)], _nothing
+    lists = [[_as_bytes(y) for y in outs]] if outs else []
+    return [gloo.gather(lists, [_as_bytes(ins[0])], options)], _do_nothing
 
 
 def scattered(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
-    """scatter from the root."""
+    """Scatter from the root."""
     options = c10d.ScatterOptions()
     options.rootRank = root
-    lists = [[_flat(x) for x in ins]] if ins else []
-    return [gloo.scatter([_flat(outs[0])], lists, options)], _nothing
+    lists = [[_as_bytes(x) for x in ins]] if ins else []
+    return [gloo.scatter([_as_bytes(outs[0])], lists, options)], _do_nothing
 
 
 def send(gloo: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-    """Start to send bytes."""
-    return gloo.send([_flat(tensor)], peer, tag)
+    """Start sending bytes."""
+    return gloo.send([_as_bytes(tensor)], peer, tag)
 
 
 def receive(gloo: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-    """Start to receive bytes."""
-    return gloo.recv([_flat(tensor)], peer, tag)
+    """Start receiving bytes."""
+    return gloo.recv([_as_bytes(tensor)], peer, tag)
 
 
 # -- serial queues ---------------------------------------------------------------------------------
 
 
 class Transfer:
-    """A tensor on its way between this rank and a peer: the `number`-th of its queue that way."""
+    """A tensor in transfer between this rank and a peer: the `number`-th of its queue in this
+    direction."""
 
     def __init__(
         self, kind: str, staged: Tensor, device: int, peer: int, number: int, base: int, whom: int
     ) -> None:
         self.kind, self.staged, self.peer, self.number = kind, staged, peer, number
         self.device = device
-        self.whom = whom  # the peer as the world counts
-        self.tag = base + 2 * number  # what NCCL matches by order, gloo matches by this
+        self.whom = whom  # the peer's rank in the world
+        self.tag = base + 2 * number  # NCCL matches by order, gloo by this tag
         self.dtype = str(staged.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
@@ -215,7 +220,7 @@ class Transfer:
 
 
 class Item:
-    """The unit that a queue runs at once: one transfer, a batch of them, or a collective."""
+    """The unit that a queue runs: one transfer, a batch of transfers, or a collective."""
 
     def __init__(self, transfers: Sequence[Transfer], collective: Any = None) -> None:
         self.transfers, self.collective = list(transfers), collective
@@ -224,12 +229,12 @@ class Item:
         self.error: BaseException | None = None
 
     def described(self) -> list[Any]:
-        """Return what other ranks may read about it, as plain values."""
+        """Return plain values that other ranks may read about the item."""
         return [[one.kind, one.peer, one.number, str(one)] for one in self.transfers]
 
 
 class Queue:
-    """One serial queue of this rank; its head is written where other ranks can read it."""
+    """A serial queue of this rank; its head is published to the other ranks."""
 
     def __init__(self, gloo: Any, show: Callable[[Any], None]) -> None:
         self._gloo, self._show = gloo, show
@@ -243,11 +248,11 @@ class Queue:
         return not self._items
 
     def head(self) -> Item | None:
-        """The item that runs now."""
+        """Return the item that runs now."""
         return self._items[0] if self._items else None
 
     def put(self, item: Item) -> None:
-        """Add at the end."""
+        """Append an item."""
         with self._more:
             self._items.append(item)
             if len(self._items) == 1:
@@ -258,7 +263,7 @@ class Queue:
             self._thread.start()
 
     def close(self) -> None:
-        """End, whatever is still in it."""
+        """End the queue, with items still in it."""
         with self._more:
             self.closed = True
             self._more.notify()
@@ -286,7 +291,7 @@ class Queue:
         if item.collective is not None:
             item.collective()
             return
-        self._meet(item.transfers)
+        self._exchange_headers(item.transfers)
         moves = [
             (send if one.kind == "send" else receive)(self._gloo, one.staged, one.peer, one.tag)
             for one in item.transfers
@@ -295,8 +300,9 @@ class Queue:
         for work in moves:
             work.wait()
 
-    def _meet(self, ones: Sequence[Transfer]) -> None:
-        """Both ends say what they have: each waits for the other, and both find what differs."""
+    def _exchange_headers(self, ones: Sequence[Transfer]) -> None:
+        """Exchange size and dtype of each transfer with its peer; raise on both sides if they
+        differ."""
         greetings = []
         for one in ones:
             code = [one.staged.numel(), one.staged.element_size(), one.device]
@@ -319,7 +325,7 @@ class Queue:
 
 
 class Unequal(Exception):
-    """A transfer whose two ends have other sizes or dtypes."""
+    """Raised for a transfer whose two ends have different sizes or dtypes."""
 
     def __init__(self, one: Transfer, numel: int, size: int) -> None:
         super().__init__(str(one), one.peer, numel, size)
@@ -327,7 +333,7 @@ class Unequal(Exception):
 
 
 class DuplicateDevice(Exception):
-    """A peer is on the same device."""
+    """Raised for a peer on the same device."""
 
     def __init__(self, peer: int, device: int) -> None:
         super().__init__(peer, device)

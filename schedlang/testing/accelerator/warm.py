@@ -1,4 +1,4 @@
-"""Imported before ranks are forked: they find the device registered."""
+"""Imported before ranks are forked, so that they have the device registered."""
 
 from schedlang.testing.accelerator.device import registered
 

@@ -49,9 +49,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Examine, tell, write; the exit code."""
+    """Examine the device, print and write the results; return the exit code."""
     parser = options()
-    asked = parser.parse_args(words)
+    arguments = parser.parse_args(words)
 
     import torch
 
@@ -59,10 +59,10 @@ def main(words: list[str] | None = None) -> int:
     from schedlang.testing.gpu.case import Setup
 
     try:
-        parts = driver.chosen(asked.only)
+        parts = driver.chosen(arguments.only)
     except ValueError as error:
         parser.error(str(error))
-    rehearsed = asked.device != DEVICES[0]
+    rehearsed = arguments.device != DEVICES[0]
     if not rehearsed and not torch.cuda.is_available():
         print(
             "no GPU is here that torch can use: nothing was run, and nothing is written "
@@ -70,15 +70,15 @@ def main(words: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    patience = asked.patience or (REHEARSAL if rehearsed else 1.0)
-    size = "tiny" if rehearsed else "quick" if asked.quick else "full"
-    out = sys.stderr if asked.json else sys.stdout
+    patience = arguments.patience or (REHEARSAL if rehearsed else 1.0)
+    size = "tiny" if rehearsed else "quick" if arguments.quick else "full"
+    out = sys.stderr if arguments.json else sys.stdout
     start = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", file=out, flush=True)
 
-    setup = Setup(asked.device, size)
+    setup = Setup(arguments.device, size)
     found = driver.examine(setup, parts, say, patience)
     place = page.here(setup, [part.name for part, _ in parts], time.monotonic() - start)
     bad = sum(one.bad for one in found)
@@ -87,12 +87,12 @@ def main(words: list[str] | None = None) -> int:
     if late:
         were = "case was" if late == 1 else "cases were"
         say(f"{late} {were} not run for want of time: `--patience {2 * patience:g}` gives more")
-    target = asked.out or (None if rehearsed else PAGE)
+    target = arguments.out or (None if rehearsed else PAGE)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page.page(place, found))
         say(f"written: {target}")
-    if asked.json:
+    if arguments.json:
         print(json.dumps({"here": vars(place), "found": [one.plain() for one in found]}))
     return 1 if bad else 3 if late else 0
 

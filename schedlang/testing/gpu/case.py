@@ -1,4 +1,4 @@
-"""Cases of the examination: its parts in order, their cases, and the outcome of each."""
+"""The examination's parts in order, their cases, and the outcome of each case."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ OUTCOMES = ("ok", "wrong", "failed", "skipped", "late")
 
 
 class Wrong(Exception):
-    """Raised where a result is not what it should be."""
+    """Raised for a wrong result."""
 
 
 class Skipped(Exception):
-    """Raised where a case cannot be run on this machine; the text says why."""
+    """Raised for a case that cannot run on this machine, with the reason."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The device of a part, and the size of its shapes: `full`, `quick`, or `tiny`."""
+    """The device, and the size of its shapes: `full`, `quick`, or `tiny`."""
 
     device: str
     size: str = "full"
 
     @property
     def timed(self) -> bool:
-        """True where times mean anything; elsewhere cases only run."""
+        """Whether times are meaningful; elsewhere cases only run."""
         return self.device == "cuda"
 
     def pick(self, full: Any, quick: Any, tiny: Any) -> Any:
-        """Choose the value for the size."""
+        """Return the value for the size."""
         return {"full": full, "quick": quick, "tiny": tiny}[self.size]
 
 
 @dataclass(frozen=True)
 class Told:
-    """The result of a case that went well: a few words, and numbers by name."""
+    """The result of a successful case: a note, and numbers by name."""
 
     note: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to be shown; `run` raises `Wrong`, `Skipped`, or whatever goes wrong."""
+    """One thing to show; `run` raises `Wrong`, `Skipped`, or any error."""
 
     name: str
     run: Callable[[], Told]
@@ -54,11 +54,11 @@ class Case:
 class Found:
     """The outcome of a case.
 
-    ok        it ran, and equals what it is compared with
-    wrong     it ran, and does not
-    failed    it raised, ended its process, or was not done in time
-    skipped   it was not tried: this machine has not what it needs
-    late      it was not tried, or not done: the time of its part was up
+    ok        it ran, and equals its reference
+    wrong     it ran, and does not equal its reference
+    failed    it raised, ended its process, or exceeded its time
+    skipped   it was not run: this machine lacks what it needs
+    late      it was not run, or not finished: the time of its part was up
     """
 
     part: str
@@ -70,22 +70,22 @@ class Found:
 
     @property
     def bad(self) -> bool:
-        """True where something has to be mended."""
+        """Whether something has to be fixed."""
         return self.outcome in ("wrong", "failed")
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part, in a process of its own.
+    """One part, in its own process.
 
     home     the module whose `cases(setup)` are run, or `module.function`
-    limit    seconds of all of it; `quick` with small shapes
+    limit    seconds of the part; `quick` with small shapes
     each     seconds of one case, after which its process is ended
-    timed    it is a benchmark: elsewhere than on a GPU its numbers are not told
+    timed    a benchmark: its numbers are shown for a GPU only
     """
 
     name: str
@@ -97,7 +97,7 @@ class Part:
     timed: bool = False
 
 
-# what a part leaves of its time the later ones may use; together under ten minutes, and three
+# later parts may use the time that a part does not need; together under ten minutes (quick: three)
 PARTS = (
     Part("kernels", "Kernels against their torch reference", "correctness", 85, 30),
     Part(

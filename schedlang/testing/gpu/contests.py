@@ -1,7 +1,7 @@
-"""Kernels beside their peers: each computation ours, eager, compiled, by Liger, and the floor.
+"""Kernels compared with their peers: ours, eager, compiled, Liger's, and the device's lower bound.
 
-Some kernels of Liger write into what they are given.  So every way has tensors of its own, of the
-same values, and results are compared with float64 before anything is timed.
+Some kernels of Liger write into their inputs. So every implementation has its own tensors, with
+equal values, and results are compared with float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from schedlang.kernels.check import Comparison, compare
 from schedlang.runtime.rowwise_kernels.operator import apply, declare
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 
-Function = Callable[..., Any]  # of leaves, to a tensor or several
+Function = Callable[..., Any]  # from leaves to a tensor or several
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes, their device, and the backend that compiles."""
+    """Shapes, their device, and the compiler's backend."""
 
     device: str
     rows: int
@@ -60,8 +60,10 @@ def sizes_of(setup: Setup) -> Sizes:
 
 @dataclass(frozen=True)
 class Contest:
-    """One computation several ways; `shapes` and `scale` of its leaves; `flops` of a step, if
-    known."""
+    """One computation in several implementations (`ways`).
+
+    `shapes` and `scale` are those of its leaves, `flops` the operations of a step, if known.
+    """
 
     name: str
     ways: Mapping[str, Function]
@@ -70,53 +72,53 @@ class Contest:
     flops: float = 0.0
 
     def leaves(self, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-        """The same at every call."""
+        """Return the leaves: equal values at every call."""
         scales = self.scale or (1.0,) * len(self.shapes)
         return tuple(
-            (_drawn(shape, place, device) * scale).to(dtype)
+            (_random_tensor(shape, place, device) * scale).to(dtype)
             for place, (shape, scale) in enumerate(zip(self.shapes, scales, strict=True))
         )
 
 
-def _drawn(shape: Sequence[int], seed: int, device: torch.device | str) -> Tensor:
-    """Normal numbers, drawn where they are used: there are many."""
+def _random_tensor(shape: Sequence[int], seed: int, device: torch.device | str) -> Tensor:
+    """Return normal random numbers, drawn on the device."""
     if torch.device(device).type == "meta":
         return torch.empty(shape, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device)
 
 
-def _several(made: Any) -> tuple[Tensor, ...]:
+def _as_tuple(made: Any) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
-def _grads(results: Sequence[Tensor]) -> list[Tensor]:
-    """One for each result, the same for every way and type."""
+def _random_grads(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return a gradient for each result, equal for every implementation and dtype."""
     found = []
     for place, y in enumerate(results):
-        drawn = _drawn(y.shape, 10 + place, y.device)
-        found.append(drawn.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
+        grad = _random_tensor(y.shape, 10 + place, y.device)
+        found.append(grad.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
     return found
 
 
 def work_of(contest: Contest, way: str, device: str) -> Work:
-    """One forward and backward, on tensors of its own."""
+    """Return a function that runs one forward and backward, on its own tensors."""
     function = contest.ways[way]
     leaves = [leaf.requires_grad_() for leaf in contest.leaves(device)]
-    grads = _grads([y.detach() for y in _several(function(*leaves))])
-    return lambda: torch.autograd.grad(_several(function(*leaves)), leaves, grads)
+    grads = _random_grads([y.detach() for y in _as_tuple(function(*leaves))])
+    return lambda: torch.autograd.grad(_as_tuple(function(*leaves)), leaves, grads)
 
 
 def results_of(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Results and gradients, once."""
+    """Return results and gradients of one run."""
     held = [leaf.clone().requires_grad_() for leaf in leaves]
-    made = _several(function(*held))
-    grads = torch.autograd.grad(made, held, _grads(made))
+    made = _as_tuple(function(*held))
+    grads = torch.autograd.grad(made, held, _random_grads(made))
     return [y.detach() for y in made] + list(grads)
 
 
 def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Comparison]:
-    """Our results against float64, by the rule of kernels/check.py."""
+    """Compare our results with float64, by the rule of kernels/check.py."""
     leaves = contest.leaves(device, dtype)
     ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))
     exact = results_of(contest.ways["eager"], [leaf.double() for leaf in leaves])
@@ -125,12 +127,12 @@ def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -
 
 
 def cases(setup: Setup) -> list[Case]:
-    """A case for each computation, by all ways that there are here."""
+    """Return a case for each computation, with all implementations available here."""
     return [Case(one.name, partial(contested, one, setup)) for one in contests(sizes_of(setup))]
 
 
 def contested(one: Contest, setup: Setup) -> Told:
-    """Compare ours with float64, then time all ways; raises where ours does not run or is wrong."""
+    """Compare ours with float64, then time all implementations; raise if ours fails or is wrong."""
     if not (setup.timed or setup.device == "cpu"):
         raise Skipped("neither Triton nor inductor compiles for this device")
     found = judged(one, setup.device)
@@ -143,9 +145,9 @@ def contested(one: Contest, setup: Setup) -> Told:
     failed: dict[str, str] = {}
     for way in one.ways:
         try:
-            if (measured := _measured(one, way, setup)) is not None:
+            if (measured := _measure(one, way, setup)) is not None:
                 seconds[way], peak[way] = measured
-        except Exception as error:  # a peer may not run here; that ours does not is told
+        except Exception as error:  # a peer may fail here; an error of ours is raised
             if way == "ours":
                 raise
             failed[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
@@ -164,8 +166,8 @@ def contested(one: Contest, setup: Setup) -> Told:
     return Told("; ".join(notes), numbers)
 
 
-def _measured(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
-    """Seconds and bytes; where nothing is timed it is run once."""
+def _measure(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
+    """Return seconds and bytes; None where nothing is timed, after one run."""
     work = work_of(one, way, setup.device)
     if not setup.timed:
         work()
@@ -174,9 +176,9 @@ def _measured(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
 
 
 def floor_of(one: Contest, setup: Setup) -> float:
-    """Seconds that any way needs: for its bytes, or for its multiplications if these take longer.
+    """Return the minimal seconds of any implementation: for its bytes, or for its multiplications.
 
-    Bytes are those of what is given, of the results, and of the gradients of both, moved once.
+    Bytes are those of inputs, results, and the gradients of both, moved once.
     """
     results = results_of(one.ways["eager"], one.leaves(setup.device))
     count = len(results) - len(one.shapes)
@@ -198,7 +200,7 @@ def contest(
     flops: float = 0.0,
     **peers: Function | None,
 ) -> Contest:
-    """A contest of all ways that are installed; the eager one also compiled."""
+    """Make a contest of all installed implementations; the eager one is also compiled."""
     compiled = torch.compile(eager, dynamic=False, backend=sizes.backend)
     every = {"ours": ours, "eager": eager, "compile": compiled} | peers
     ways = {way: function for way, function in every.items() if function is not None}
@@ -206,7 +208,7 @@ def contest(
 
 
 def liger_of(name: str) -> Any:
-    """Something of Liger's, or None where it is not installed."""
+    """Return a function of Liger, or None if Liger is not installed."""
     try:
         import liger_kernel.transformers.functional as functional
     except ImportError:
@@ -215,7 +217,7 @@ def liger_of(name: str) -> Any:
 
 
 def contests(sizes: Sizes) -> Iterator[Contest]:
-    """Every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
+    """Yield every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
     yield from _norms(sizes)
     line = (sizes.rows, sizes.middle)
     yield contest(
@@ -274,7 +276,7 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
 
 
 def _rotation(sizes: Sizes) -> Contest:
-    """Queries and keys as projections give them."""
+    """Return the contest of rope, on queries and keys as projections return them."""
     tokens, width = sizes.rows, sizes.size
     generator = torch.Generator().manual_seed(0)
     angle = torch.rand((1, tokens, width // 2), generator=generator).repeat(1, 1, 2)
@@ -283,7 +285,7 @@ def _rotation(sizes: Sizes) -> Contest:
     theirs = liger_of("liger_rope")
 
     def liger(q: Tensor, k: Tensor) -> list[Tensor]:
-        # it turns what it is given in place: these leaves are its own, and stay as long
+        # Liger rotates its inputs in place: it has its own leaves, whose norms do not change
         made = theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return [y.transpose(1, 2) for y in made]
 
@@ -298,7 +300,8 @@ def _rotation(sizes: Sizes) -> Contest:
 
 
 def chain(sizes: Sizes, rows: int, width: int) -> Contest:
-    """A bias, GELU and a residual, as `fuse(backend=rowwise)` makes a kernel of them."""
+    """Return a contest of bias, GELU and residual, as `fuse(backend=rowwise)` generates their
+    kernel."""
 
     def plain(x: Tensor, r: Tensor, b: Tensor) -> Tensor:
         return r + F.gelu(x + b, approximate="tanh")
@@ -310,7 +313,7 @@ def chain(sizes: Sizes, rows: int, width: int) -> Contest:
 
 
 def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
-    """The head and the loss, in chunks or with its logits held."""
+    """Return the contest of the head with the loss, in chunks or with its logits stored."""
     width, classes = sizes.width, sizes.classes
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(classes, (rows,), generator=generator).to(sizes.device)
@@ -343,7 +346,8 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
 
 
 def _attention(sizes: Sizes) -> Contest:
-    """Causal attention with few heads of keys: FlexAttention, and torch's own fused kernel."""
+    """Return the contest of causal grouped-query attention: FlexAttention, and torch's fused
+    kernel."""
     rule = flex_attention.Rule(causal=True)
     heads, keys = sizes.heads
     shapes = tuple((2, n, sizes.length, sizes.size) for n in (heads, keys, keys))
@@ -364,7 +368,7 @@ def _attention(sizes: Sizes) -> Contest:
 
 
 def _experts(sizes: Sizes) -> Contest:
-    """One product of rows that are sorted by expert."""
+    """Return the contest of one product of rows sorted by expert."""
     rows, width, experts = sizes.rows, sizes.width, sizes.experts
     ends = torch.linspace(0, rows, experts + 1)[1:].int().to(sizes.device)
     return contest(
@@ -378,7 +382,7 @@ def _experts(sizes: Sizes) -> Contest:
     )
 
 
-# -- times and bytes of work on a GPU, and what a run of it took -----------------------------------
+# -- times and bytes of work on a GPU --------------------------------------------------------------
 
 
 Work = Callable[[], object]
@@ -387,7 +391,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def median(work: Work, times: int) -> float:
-    """Seconds of the median run, by events on the GPU; caches of it are cold."""
+    """Return the seconds of the median run, by GPU events, with cold caches."""
     cold = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for _ in range(3):
         work()
@@ -408,14 +412,14 @@ def _event() -> Any:
 
 
 def extra_peak(work: Work) -> int:
-    """The most bytes that a run holds beside what lay there before."""
+    """Return the peak bytes of a run, without the bytes allocated before."""
     return peak_of(work) - torch.cuda.memory_allocated()
 
 
 def rates(quick: bool = False) -> tuple[float, float]:
-    """Bytes that this device moves in a second, and multiplications and additions of bfloat16.
+    """Return the bytes per second of this device, and its operations per second in bfloat16.
 
-    Measured: of a copy, counted twice, and of a square product.
+    Measured with a copy (counted twice) and a square product.
     """
     if quick not in _rates:
         a = torch.empty(2**28 if quick else 2**30, dtype=torch.int8, device="cuda")
@@ -431,7 +435,7 @@ _rates: dict[bool, tuple[float, float]] = {}
 
 
 def peak_of(work: Work) -> int:
-    """The most bytes that a run holds; what lay there before is among them."""
+    """Return the peak bytes of a run, with the bytes allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     work()
@@ -440,7 +444,7 @@ def peak_of(work: Work) -> int:
 
 
 def cleared(device: str) -> None:
-    """Give back what nobody holds: modules with kernels are cycles, compiled ones are cached."""
+    """Free memory: modules with kernels are in reference cycles, compiled ones are cached."""
     torch._dynamo.reset()
     gc.collect()
     if device == "cuda":

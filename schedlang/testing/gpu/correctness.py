@@ -1,7 +1,7 @@
-"""Every kernel against its torch reference: forward and gradients, by types, ragged sizes too.
+"""Every kernel against its torch reference: forward and gradients, by dtypes, ragged sizes too.
 
 The rule is that of schedlang/kernels/check.py: both are compared with float64, and a kernel may err
-twice as much as eager torch in its type, or by a rounding.
+twice as much as eager torch in its dtype, or by a rounding.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ TYPES = ("float32", "bfloat16", "float16")
 
 
 def cases(setup: Setup) -> list[Case]:
-    """A case for each computation, shape and type."""
-    # what is never written then shows as NaN; what has no deterministic form runs all the same
+    """Return a case for each computation, shape and dtype."""
+    # unwritten memory becomes NaN; operators without a deterministic form still run
     torch.use_deterministic_algorithms(True, warn_only=True)
     sizes = contests.sizes_of(setup)
-    every = [Case(_name(one), functools.partial(_checked, one, setup)) for one in checks(sizes)]
+    every = [
+        Case(_case_name(one), functools.partial(_check_kernel, one, setup)) for one in checks(sizes)
+    ]
     chains = [
         Case(
             f"rowwise {dtype} {rows}x{width}",
-            functools.partial(_chain, sizes, rows, width, dtype, setup),
+            functools.partial(_check_chain, sizes, rows, width, dtype, setup),
         )
         for dtype in TYPES
         for rows, width in ((sizes.rows, sizes.width), (3, sizes.width - 3))
@@ -60,14 +62,18 @@ def cases(setup: Setup) -> list[Case]:
 
 
 def checks(sizes: contests.Sizes) -> list[Any]:
-    """Cases of each kernel in each type: of a size that fills a GPU, and of ragged ones."""
-    found = [case for dtype in TYPES for case in (*_whole(sizes, dtype), *_ragged(sizes, dtype))]
-    if sizes.device == "cuda":  # torch's own kernels and packages, which have no interpreter
-        found += _of_others(sizes)
+    """Return cases of each kernel in each dtype: of a size that fills a GPU, and ragged ones."""
+    found = [
+        case
+        for dtype in TYPES
+        for case in (*_regular_cases(sizes, dtype), *_ragged_cases(sizes, dtype))
+    ]
+    if sizes.device == "cuda":  # torch's kernels and packages, which have no interpreter
+        found += _package_cases(sizes)
     return found
 
 
-def _whole(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
+def _regular_cases(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     rows, width = min(sizes.rows, 2048), sizes.width
     odd, heads, size = width * 3 // 4 - 1, sizes.heads, sizes.size
     yield norm.Case((rows, width), dtype, norm.Form(rounding="early"))
@@ -85,8 +91,8 @@ def _whole(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     yield linear_cross_entropy.Case((rows, 128), dtype, 500, held=True)
 
 
-def _ragged(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
-    """One row, rows that fill no block, rows that do not lie side by side, small numbers."""
+def _ragged_cases(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
+    """Yield one row, rows that fill no block, strided rows, and small numbers."""
     few, odd = 5, sizes.width // 2 + 3
     yield norm.Case((1, odd), dtype)
     yield norm.Case((few, odd), dtype, strided=True)
@@ -108,7 +114,7 @@ class Blind(check.Case):
     """Torch's attention under an additive mask that hides all keys from some queries.
 
     shape   [rows, heads, length, size]; keys and values have `keys` heads
-    padded  "left": the first tokens of the last row are padding; "row": all of them are
+    padded  "left": the first tokens of the last row are padding; "row": all tokens of it are
     """
 
     kernel: ClassVar[str] = "sdpa"
@@ -117,7 +123,7 @@ class Blind(check.Case):
     padded: str = "left"
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the tensors to differentiate by, in float32."""
         few = (self.shape[0], self.keys, *self.shape[2:])
         return {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
 
@@ -132,8 +138,8 @@ class Blind(check.Case):
         keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
         seeing = without_blind(q, found)
         out = F.scaled_dot_product_attention(seeing, keys, values, found.mask)
-        laid = out.transpose(1, 2).contiguous()
-        return with_keys_of_blind(laid, lines, found, None).transpose(1, 2)
+        contiguous = out.transpose(1, 2).contiguous()
+        return with_keys_of_blind(contiguous, lines, found, None).transpose(1, 2)
 
     def _mask(self, like: Tensor) -> Tensor:
         rows, _, length, _ = self.shape
@@ -147,7 +153,7 @@ class Blind(check.Case):
         return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, lowest)
 
 
-def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
+def _package_cases(sizes: contests.Sizes) -> Iterator[Any]:
     heads, size = sizes.heads, sizes.size
     rows, length = min(sizes.rows, 2048), min(sizes.length, 500)
     for padded, cap in ((False, 0.0), (True, 5.0)):
@@ -164,23 +170,23 @@ def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
 NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages of kernels
 
 
-def _name(one: Any) -> str:
-    more = [*_unlike(one, type(one)(shape=one.shape, dtype=one.dtype))]
+def _case_name(one: Any) -> str:
+    more = [*_unusual_fields(one, type(one)(shape=one.shape, dtype=one.dtype))]
     if hasattr(one, "form"):
-        more += _unlike(one.form, type(one.form)())
+        more += _unusual_fields(one.form, type(one.form)())
     kind = one.kernel if one.kernel in NEEDS else getattr(one, "name", one.kernel)
     return " ".join([kind, one.dtype, "x".join(map(str, one.shape)), *more])
 
 
-def _unlike(one: Any, other: Any) -> Iterator[str]:
-    """The fields that are not as usual."""
+def _unusual_fields(one: Any, other: Any) -> Iterator[str]:
+    """Yield the fields that differ from the defaults."""
     for name, value in vars(one).items():
         if name not in ("form", "held") and value != getattr(other, name):
             yield f"{name}={value}"
 
 
-def _checked(one: Any, setup: Setup) -> Told:
-    _can_run(setup)
+def _check_kernel(one: Any, setup: Setup) -> Told:
+    _require_triton(setup)
     package = NEEDS.get(one.kernel)
     if package is not None and importlib.util.find_spec(package) is None:
         raise Skipped(f"`{package}` is not installed")
@@ -191,13 +197,13 @@ def _checked(one: Any, setup: Setup) -> Told:
     return judged(found.comparisons, found.backend)
 
 
-def _chain(sizes: contests.Sizes, rows: int, width: int, dtype: str, setup: Setup) -> Told:
-    _can_run(setup)
+def _check_chain(sizes: contests.Sizes, rows: int, width: int, dtype: str, setup: Setup) -> Told:
+    _require_triton(setup)
     one = contests.chain(sizes, rows, width)
     return judged(contests.judged(one, setup.device, getattr(torch, dtype)), "")
 
 
-def _can_run(setup: Setup) -> None:
+def _require_triton(setup: Setup) -> None:
     if triton is None:
         raise Skipped("Triton is not installed")
     if not setup.timed and not INTERPRETED:
@@ -205,7 +211,7 @@ def _can_run(setup: Setup) -> None:
 
 
 def judged(found: Iterator[Comparison] | Any, backend: str) -> Told:
-    """The largest share of what is allowed; raises `Wrong` where that is more than all of it."""
+    """Return the largest share of the allowed error; raise `Wrong` if it is above 1."""
     found = list(found)
     for each in found:
         if not each.ok:

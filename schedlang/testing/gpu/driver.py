@@ -1,10 +1,9 @@
-"""Run the parts one after the other, each in processes of its own with a limit of time.
+"""Run the parts one after the other, each in its own processes with a time limit.
 
     python -m schedlang.testing.gpu.driver PART DEVICE SIZE FILE WORDS FIRST
 
-is such a process.  It adds lines of JSON to FILE: the names of all cases, then for each that it
-begins and what came of it.  It begins with case FIRST: whoever reads starts it again behind a case
-that ended it.
+is such a process. It appends lines of JSON to FILE: the names of all cases, then the start and the
+outcome of each. It begins with case FIRST: the parent restarts it after a case that ended it.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from schedlang.testing.gpu.case import PARTS, Case, Found, Part, Setup, Skipped,
 
 Say = Callable[[str], None]
 _TIME_IS_UP = "the time of its part was up before it was done"
-_LOOK = 0.05  # seconds between two looks at what a child has told
+_POLL_INTERVAL = 0.05  # seconds between two reads of a child's events
 
 
 def chosen(only: Sequence[str]) -> list[tuple[Part, str]]:
-    """The parts that are asked for, all without a word, and how the names of cases begin.
+    """Return the selected parts (all for no words), and the prefix of their cases' names.
 
-    `only` holds names of parts, `kernels`, or of cases in one, `kernels:rms_norm`. Raises
-    ValueError for a part that there is not.
+    `only` has names of parts, `kernels`, or of cases in one, `kernels:rms_norm`. Raises ValueError
+    for an unknown part.
     """
     wanted = {word.partition(":")[0]: word.partition(":")[2] for word in only}
     known = [part.name for part in PARTS]
@@ -70,7 +69,9 @@ class _Run:
             turn = 0
             while self.names is None or len(self.found) < len(self.names):
                 log = Path(folder, f"log{turn}")
-                if time.monotonic() >= end or not self._started(Path(folder, f"{turn}"), log, end):
+                if time.monotonic() >= end or not self._run_process(
+                    Path(folder, f"{turn}"), log, end
+                ):
                     break
                 turn += 1
         for name in (self.names or [])[len(self.found) :]:
@@ -86,8 +87,8 @@ class _Run:
         note = f": {found.note}" if found.note else ""
         self.say(f"{found.outcome:8} {self.part.name}: {found.name}{note}")
 
-    def _started(self, told: Path, log: Path, end: float) -> bool:
-        """Run a process; whether another may go on behind the case that ended it."""
+    def _run_process(self, told: Path, log: Path, end: float) -> bool:
+        """Run a process; return whether another may continue after the case that ended it."""
         told.touch()
         before = len(self.found)
         with log.open("wb") as err:
@@ -110,9 +111,9 @@ class _Run:
                 start_new_session=True,
             )
         try:
-            why, begun = self._heard(child, told, end)
+            why, begun = self._read_events(child, told, end)
         finally:
-            _ended(child)
+            _end_child(child)
         if why is None:
             return True
         if why == _TIME_IS_UP:
@@ -120,78 +121,80 @@ class _Run:
                 self._note(Found(self.part.name, self.names[begun], "late", why))
             return False
         if self.names is None:
-            self._note(Found(self.part.name, "begin", "failed", f"{why}{_last(log)}"))
+            self._note(Found(self.part.name, "begin", "failed", f"{why}{_last_line(log)}"))
             return False
         begun = len(self.found) if begun is None and len(self.found) == before else begun
         if begun is not None and begun < len(self.names):
-            more = "" if "seconds" in why else _last(log)
+            more = "" if "seconds" in why else _last_line(log)
             self._note(Found(self.part.name, self.names[begun], "failed", why + more))
         return True
 
-    def _heard(
+    def _read_events(
         self, child: subprocess.Popen[bytes], told: Path, end: float
     ) -> tuple[str | None, int | None]:
-        """Read until it ends: why it did before it was done, and at which case."""
+        """Read events until the process ends; return why it ended early, and at which case."""
         begun, since, rest = None, time.monotonic(), ""
         with told.open() as file:
             while True:
                 running = child.poll() is None
                 *lines, rest = (rest + file.read()).split("\n")
                 for line in lines:
-                    heard: dict[str, Any] = json.loads(line)
+                    event: dict[str, Any] = json.loads(line)
                     since = time.monotonic()
-                    if "names" in heard:
-                        self.names = heard["names"]
-                    elif "begins" in heard:
-                        begun = heard["begins"]
-                    elif "found" in heard:
-                        self._note(Found(**heard["found"]))
+                    if "names" in event:
+                        self.names = event["names"]
+                    elif "begins" in event:
+                        begun = event["begins"]
+                    elif "found" in event:
+                        self._note(Found(**event["found"]))
                         begun = None
                     else:
                         return None, None
                 if not running:
-                    return _said(child.returncode), begun
+                    return _describe_exit(child.returncode), begun
                 now = time.monotonic()
                 if now - since > self.each:
                     return f"not done in {self.each:.0f} seconds", begun
                 if now > end:
                     return _TIME_IS_UP, begun
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
 
 
 def _environment(part: Part, setup: Setup, cache: Path) -> dict[str, str]:
     """Return a child's environment: its device, Triton's interpreter for kernels on a CPU.
 
-    What it compiles it keeps apart, unless somebody says where: a child that is ended while it
-    writes would leave half a file, which all later programs of this user would load.
+    Compiler caches are separate unless set: a killed child could leave half-written files, which
+    later programs of this user would load.
     """
     kernels = part.name in ("kernels", "programs", "contests", "layers")
     found = environment(setup.device == "cpu" and kernels)
     for name, inside in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         found.setdefault(name, str(cache / inside))
-    if setup.timed:  # all of it on one device
+    if setup.timed:  # everything on one device
         found["CUDA_VISIBLE_DEVICES"] = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # ranks are forked from a process that asks
+        found["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+            "1"  # ranks are forked from a process that queries CUDA
+        )
     return found
 
 
-def _said(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
     return f"its process ended with {code}"
 
 
-def _ended(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of a child, and those that it has started in its session."""
+def _end_child(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child, and the processes that it has started in its session."""
     if child.poll() is None:
-        with suppress(ProcessLookupError):  # all of it ended meanwhile
+        with suppress(ProcessLookupError):  # all ended meanwhile
             os.killpg(child.pid, signal.SIGKILL)
         child.kill()
     child.wait()
 
 
-def _last(log: Path) -> str:
-    """The last line that a child has printed."""
+def _last_line(log: Path) -> str:
+    """Return the last line that a child has printed."""
     lines = [one.strip() for one in log.read_text(errors="replace").splitlines() if one.strip()]
     return f": {lines[-1][:300]}" if lines else ""
 
@@ -202,7 +205,7 @@ LOST = 17  # the exit code where the device can no longer be used
 
 
 def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
-    """The cases of a part, or those whose names begin with some words."""
+    """Return the cases of a part, or those whose names begin with `words`."""
     part = next(part for part in PARTS if part.name == name)
     home, _, function = part.home.partition(".")
     module = import_module(f"schedlang.testing.gpu.{home}")
@@ -211,40 +214,40 @@ def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
 
 
 def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found:
-    """Run a case, and `check` behind it; nothing is raised."""
+    """Run a case, then `check`, and return the outcome; raise nothing."""
     start, numbers, note = time.perf_counter(), {}, ""
     try:
-        told = case.run()
+        result = case.run()
         check()
-        outcome, note, numbers = "ok", told.note, dict(told.numbers)
+        outcome, note, numbers = "ok", result.note, dict(result.numbers)
     except Wrong as error:
         outcome, note = "wrong", str(error)
     except Skipped as error:
         outcome, note = "skipped", str(error)
-    except Exception as error:  # a kernel of anybody's, on a device that nobody has tried
+    except Exception as error:  # any kernel, on an untested device
         outcome, note = "failed", in_a_line(error)
         traceback.print_exc()
     return Found(part, case.name, outcome, note, numbers, round(time.perf_counter() - start, 3))
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error's kind and its first line that says something."""
+    """Return the error's type and its first non-empty line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
 
 
-def _lost(note: str) -> bool:
-    """Tell whether a failure leaves the device unusable for this process."""
+def _is_device_lost(note: str) -> bool:
+    """Return whether a failure leaves the device unusable for this process."""
     return "CUDA error" in note or "AcceleratorError" in note or "unspecified launch" in note
 
 
-def _device(setup: Setup) -> Callable[[], object]:
+def _set_up_device(setup: Setup) -> Callable[[], object]:
     """Set up the device for this process; return the check for races after each case."""
     if setup.device != "sim":
         return bool
     from schedlang.testing.accelerator import simulated
 
-    simulation = _alive.enter_context(simulated())
+    simulation = _exit_stack.enter_context(simulated())
 
     def check() -> None:
         simulation.check()
@@ -253,11 +256,11 @@ def _device(setup: Setup) -> Callable[[], object]:
     return check
 
 
-_alive = ExitStack()
+_exit_stack = ExitStack()
 
 
 def main(words: list[str]) -> None:
-    """Run them."""
+    """Run the cases of a part."""
     name, device, size, file, some, first = words
     setup = Setup(device, size)
     with open(file, "a") as out:
@@ -266,7 +269,7 @@ def main(words: list[str]) -> None:
             out.write(json.dumps(line) + "\n")
             out.flush()
 
-        check = _device(setup)
+        check = _set_up_device(setup)
         cases = cases_of(name, setup, some)
         tell(names=[case.name for case in cases])
         for place, case in enumerate(cases):
@@ -275,13 +278,13 @@ def main(words: list[str]) -> None:
             tell(begins=place)
             found = found_of(name, case, check)
             tell(found=found.plain())
-            if found.outcome == "failed" and _lost(found.note):
+            if found.outcome == "failed" and _is_device_lost(found.note):
                 out.flush()
                 os._exit(LOST)
         tell(ends=True)
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)  # whatever else is alive (ranks, compilers) goes with their pipes
+    os._exit(0)  # other processes (ranks, compilers) end with their pipes
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from schedlang.testing.gpu.case import OUTCOMES, PARTS, Found, Setup
 
-_SHOWN = 160  # letters of a note in a table
+_MAX_NOTE = 160  # characters of a note in a table
 _WAYS = ("ours", "eager", "compile", "liger", "sdpa")
 
 
@@ -36,13 +36,13 @@ class Here:
 
 
 def here(setup: Setup, parts: Sequence[str], seconds: float) -> Here:
-    """This machine, as far as it matters."""
+    """Return the properties of this machine."""
     import torch
 
     name, driver, memory = setup.device, "none", ""
     if setup.timed:
-        told = torch.cuda.get_device_properties(0)
-        name, memory = told.name, f"{told.total_memory / 2**30:.0f} GiB"
+        properties = torch.cuda.get_device_properties(0)
+        name, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         driver = _driver()
     return Here(
         device=name,
@@ -94,7 +94,7 @@ def counted(found: Sequence[Found]) -> str:
 
 
 def untold() -> str:
-    """The page before a GPU has run it."""
+    """Return the page before any GPU has run the examination."""
     return f"""{_HEAD}
 This page shows how to test schedlang on your GPU. **No GPU has run this yet**, so the page makes no
 claims. What ran where:
@@ -130,7 +130,7 @@ and the other parts go on.
 The exit code is 1 if something is wrong or failed, 3 if there was no time left for some case, and
 2 if there is no GPU; then nothing is written.
 """
-_SHOWS = {
+_DESCRIPTIONS = {
     "kernels": "each kernel's results and gradients, in three dtypes, also for ragged shapes and"
     " for queries that see no key: at most twice the error of eager against float64",
     "programs": "schedules of one rank in a group of NCCL, equal to the untouched model there",
@@ -144,14 +144,14 @@ _SHOWS = {
 
 
 def _contents() -> str:
-    return "\n".join(f"| `{part.name}` | {_SHOWS[part.name]} |" for part in PARTS) + "\n"
+    return "\n".join(f"| `{part.name}` | {_DESCRIPTIONS[part.name]} |" for part in PARTS) + "\n"
 
 
 def page(place: Here, found: Sequence[Found]) -> str:
-    """The whole page."""
-    said = "\n".join(_said(place, found))
+    """Return the whole page."""
+    summary = "\n".join(_summary_lines(place, found))
     parts = [
-        _part(
+        _part_section(
             part.name,
             part.title,
             part.timed and not place.rehearsed,
@@ -160,10 +160,10 @@ def page(place: Here, found: Sequence[Found]) -> str:
         for part in PARTS
         if any(one.part == part.name for one in found)
     ]
-    return f"{_HEAD}\n{said}\n{_wrong(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
+    return f"{_HEAD}\n{summary}\n{_failures(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
 
 
-def _said(place: Here, found: Sequence[Found]) -> Iterator[str]:
+def _summary_lines(place: Here, found: Sequence[Found]) -> Iterator[str]:
     if place.rehearsed:
         yield (f"**A rehearsal on `{place.device}`, on tiny shapes: it says nothing of a GPU.**\n")
     device = f"{place.device} {place.memory}".strip()
@@ -174,53 +174,53 @@ def _said(place: Here, found: Sequence[Found]) -> Iterator[str]:
     yield f"| Liger | {place.liger} |"
     yield f"| Python | {place.python} |"
     yield f"| date | {place.date} |"
-    left = [part.name for part in PARTS if part.name not in place.parts]
-    more = f", without {', '.join(left)}" if left else ""
+    omitted = [part.name for part in PARTS if part.name not in place.parts]
+    more = f", without {', '.join(omitted)}" if omitted else ""
     yield f"| run | {place.size} shapes{more}, {place.seconds:.0f} s |"
     yield f"| cases | {counted(found)} |"
 
 
-def _wrong(found: Sequence[Found]) -> str:
+def _failures(found: Sequence[Found]) -> str:
     bad = [one for one in found if one.bad]
     late = sum(one.outcome == "late" for one in found)
     if not bad:
         of = f"Of {len(found) - late} cases nothing" if late else "Nothing"
-        left = f" For {late} no time was left: they show nothing." if late else ""
-        return f"\n{of} was wrong, and nothing failed.{left}\n"
+        unrun = f" For {late} no time was left: they show nothing." if late else ""
+        return f"\n{of} was wrong, and nothing failed.{unrun}\n"
     rows = "".join(
         f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in bad
     )
     return f"\n## Wrong or failed\n\n| case | | |\n|---|---|---|\n{rows}"
 
 
-def _part(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
+def _part_section(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
     table = _TABLES[name](found) if timed else ""
-    left = [one for one in found if not (timed and one.outcome == "ok")]
-    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in left)
-    told = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
-    between = "\n" if table and told else ""
-    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{told}"
+    others = [one for one in found if not (timed and one.outcome == "ok")]
+    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in others)
+    listing = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
+    between = "\n" if table and listing else ""
+    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{listing}"
 
 
 def _cell(text: str) -> str:
     """Fit a text into one line of a table's cell."""
     one = " ".join(text.replace("|", "\\|").split())
-    return one if len(one) <= _SHOWN else f"{one[: _SHOWN - 3]}..."
+    return one if len(one) <= _MAX_NOTE else f"{one[: _MAX_NOTE - 3]}..."
 
 
-def _contests(found: Sequence[Found]) -> str:
-    """Microseconds of ours and of the floor, and how much longer others take."""
+def _contest_table(found: Sequence[Found]) -> str:
+    """Format microseconds of ours and of the lower bound, and the relative time of others."""
     rows = []
     for one in found:
         if one.outcome != "ok":
             continue
-        told: dict[str, Any] = dict(one.numbers)
-        seconds, peak = told["seconds"], told["peak"]
+        numbers: dict[str, Any] = dict(one.numbers)
+        seconds, peak = numbers["seconds"], numbers["peak"]
         ours = seconds["ours"]
         others = [f"{seconds[way] / ours:.2f}" if way in seconds else "-" for way in _WAYS[1:]]
         mib = f"{peak['ours'] / 2**20:.0f} of {peak.get('eager', 0) / 2**20:.0f}"
         rows.append(
-            f"| {one.name} | {ours * 1e6:.0f} | {told['floor'] / ours:.0%} "
+            f"| {one.name} | {ours * 1e6:.0f} | {numbers['floor'] / ours:.0%} "
             f"| {' | '.join(others)} | {mib} |\n"
         )
     head = (
@@ -231,15 +231,15 @@ def _contests(found: Sequence[Found]) -> str:
     return head + "".join(rows) if rows else ""
 
 
-def _layers(found: Sequence[Found]) -> str:
-    """Tokens per second and bytes, way by way."""
+def _layer_table(found: Sequence[Found]) -> str:
+    """Format tokens per second and bytes of each implementation."""
     rows = []
     for one in (one for one in found if one.outcome == "ok"):
-        told: dict[str, Any] = dict(one.numbers)
-        mfu = f"{told['mfu']:.1%}" if "mfu" in told else "-"
+        numbers: dict[str, Any] = dict(one.numbers)
+        mfu = f"{numbers['mfu']:.1%}" if "mfu" in numbers else "-"
         rows.append(
-            f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
-            f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n"
+            f"| {numbers['shape']} | {numbers['way']} | {numbers['tokens_per_second']:.0f} "
+            f"| {numbers['peak_gib']:.1f} | {mfu} | {numbers['loss']:.4f} |\n"
         )
     head = (
         "| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"
@@ -248,4 +248,4 @@ def _layers(found: Sequence[Found]) -> str:
     return head + "".join(rows) if rows else ""
 
 
-_TABLES = {"contests": _contests, "layers": _layers}
+_TABLES = {"contests": _contest_table, "layers": _layer_table}

@@ -37,7 +37,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the model; `rate` of the blocks' outputs is dropped."""
+    """The sizes of the model; `rate`: dropout of the blocks' outputs."""
 
     width: int = 256
     depth: int = 4
@@ -52,19 +52,19 @@ TINY = Shape(16, 4, 4, 24, 8, 8)
 
 
 class Attention(nn.Module):
-    """Causal."""
+    """Causal attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        # a bias of keys changes nothing, so that its gradient would be rounding alone
+        # a bias of keys has no effect: its gradient would be rounding alone
         self.q, self.k, self.v = (
             nn.Linear(shape.width, shape.width, bias=name != "k") for name in "qkv"
         )
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from each position to those before it."""
+        """Attend from each position to the earlier ones."""
         each = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
         q, k, v = (one.transpose(1, 2) for one in each)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class Gated(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of a gate and a projection, projected back."""
+        """Return the product of a gate and a projection, projected back."""
         found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return found
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Attention and an MLP, each after a norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(shape.rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after both."""
+        """Return the residual stream after both."""
         x = x + self.drop(self.attn(self.calm(x)))
         found: Tensor = x + self.drop(self.mlp(self.norm(x)))
         return found
@@ -112,7 +112,7 @@ class Words(nn.Module):
         self.head = nn.Linear(shape.width, shape.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and logits."""
+        """Return loss and logits."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
@@ -122,13 +122,13 @@ class Words(nn.Module):
 
 
 def model(shape: Shape, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same weights at every call, rounded to a type; in host memory."""
+    """Return the model with equal weights at every call, rounded to a dtype, in host memory."""
     torch.manual_seed(0)
     return Words(shape).to(dtype)
 
 
 def batch(shape: Shape, step: int) -> dict[str, Tensor]:
-    """The batch of a step, in host memory; some rows end early."""
+    """Return the batch of a step, in host memory; some rows end early."""
     draw = torch.Generator().manual_seed(100 + step)
     size = (shape.rows, shape.length)
     ids, labels = (torch.randint(shape.words, size, generator=draw) for _ in range(2))
@@ -142,21 +142,21 @@ def batches(shape: Shape, device: str) -> list[dict[str, Tensor]]:
 
 
 def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Make SGD with momentum."""
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Make AdamW."""
     return torch.optim.AdamW([p for _, p in named], lr=1e-3, eps=1e-5)
 
 
 Optimizer = Callable[..., torch.optim.Optimizer]
-Seen = dict[str, Tensor]  # losses, and by how much each parameter changed
+Seen = dict[str, Tensor]  # losses, and the change of each parameter
 
 
 def moved(shape: Shape, dtype: torch.dtype, after: Mapping[str, Tensor]) -> Seen:
-    """Return the change of each parameter by training: what errs little in itself errs here."""
+    """Return the change of each parameter by training, where small errors show."""
     first = dict(model(shape, dtype).named_parameters())
     return {f"change of {n}": after[n].cpu() - first[n].detach() for n in first}
 
@@ -168,7 +168,8 @@ def untouched(
     make: Optimizer = sgd,
     low: torch.dtype | None = None,
 ) -> Seen:
-    """Some steps of the model as it is; `low`: under autocast to it. Dropout is seeded by 1."""
+    """Train the untouched model for some steps; `low`: under autocast to it. Dropout is seeded by
+    1."""
     subject = model(shape, dtype).to(device)
     optimizer = make(subject.named_parameters())
     seen: Seen = {}
@@ -185,22 +186,22 @@ def untouched(
 
 
 # ---- Programs against the untouched model on the same device: on one rank, on several, compiled,
-# and with what steps keep on the host.
-# In float64 they are equal to the last digits; in other types a program may err, against float64, a
-# few times as much as the untouched model does in that type.
+# and offloaded.
+# In float64 they are equal to the last digits; in other dtypes a program may err, against float64,
+# a few times as much as the untouched model does in that dtype.
 
 
 EXACT = 1e-9
-TIMES = 6.0  # as often as eager's error: gradients pass several kernels, and three steps follow
+TIMES = 6.0  # times eager's error: gradients pass several kernels, and there are three steps
 
 
 @dataclass(frozen=True)
 class Subject:
     """A schedule, and how its program is compared.
 
-    low       the type that the untouched model is cast to, under autocast
-    rate      of what is dropped
-    kernels   kernels of ours have to run, those of Triton
+    low       the dtype that the untouched model is cast to, under autocast
+    rate      the rate of dropout
+    kernels   Triton kernels of ours must run
     """
 
     rows: str
@@ -256,9 +257,9 @@ ONE = {
 
 
 def on_one_rank(setup: Setup) -> list[Case]:
-    """The world of one rank, and each schedule in it."""
-    return [Case("collectives of one rank", partial(_collectives, setup))] + [
-        Case(name, partial(_alone, subject, setup)) for name, subject in ONE.items()
+    """Return the cases in a world of one rank: its collectives, and each schedule."""
+    return [Case("collectives of one rank", partial(_check_collectives, setup))] + [
+        Case(name, partial(_run_on_one_rank, subject, setup)) for name, subject in ONE.items()
     ]
 
 
@@ -269,7 +270,7 @@ def shape_of(setup: Setup, rate: float = 0.0) -> Shape:
 
 
 def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
-    """The plan of a model that lies on a device."""
+    """Return the plan of a model on a device."""
     mesh = f"mesh({subject.mesh})\n\n" if subject.mesh else ""
     relax = f"relax({subject.relax}) " if subject.relax else ""
     text = f'schedule 1\n\n{mesh}step "all" {relax}{{\n{subject.rows}\n}}\n'
@@ -278,7 +279,7 @@ def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
 
 
 def trained(subject: Subject, shape: Shape, device: str) -> Seen:
-    """Train some steps on a rank, and return what the program leaves."""
+    """Train some steps on a rank, and return losses and parameter changes."""
     plan = plan_of(subject, shape, device)
     program = build(plan, batch(shape, 0), optimizer=subject.make)
     seen: Seen = {}
@@ -286,9 +287,9 @@ def trained(subject: Subject, shape: Shape, device: str) -> Seen:
     for step, given in enumerate(batches(shape, device)):
         seen[f"loss {step}"] = program.train_step(given).detach().cpu()
     errors = program.replica_errors()
-    apart = max(errors.values())
-    if apart != 0.0:
-        raise Wrong(f"copies of `{max(errors, key=errors.__getitem__)}` are {apart:.2g} apart")
+    largest = max(errors.values())
+    if largest != 0.0:
+        raise Wrong(f"copies of `{max(errors, key=errors.__getitem__)}` are {largest:.2g} apart")
     dtype = getattr(torch, subject.dtype)
     return seen | moved(shape, dtype, program.state_dict())
 
@@ -299,13 +300,15 @@ def against(subject: Subject, shape: Shape, device: str, found: Seen) -> Told:
     low = getattr(torch, subject.low) if subject.low else None
     eager = untouched(shape, device, dtype, subject.make, low)
     if dtype == torch.float64:
-        return _equal(found, eager)
-    if subject.rate:  # another type would draw other masks
-        return _equal(found, eager, 1e-4)
+        return _check_equal(found, eager)
+    if subject.rate:  # another dtype would draw other masks
+        return _check_equal(found, eager, 1e-4)
     exact = untouched(shape, device, torch.float64, subject.make)
     worst, where = 0.0, ""
     for name, value in found.items():
-        judged = compare(name, _as(value, eager[name]), eager[name], exact[name], times=TIMES)
+        judged = compare(
+            name, _cast_like(value, eager[name]), eager[name], exact[name], times=TIMES
+        )
         if not judged.ok:
             raise Wrong(f"{name} is {judged.error:.2g} off, allowed {judged.allowed:.2g}")
         share = judged.error / judged.allowed
@@ -313,39 +316,39 @@ def against(subject: Subject, shape: Shape, device: str, found: Seen) -> Told:
     return Told(f"{worst:.2f} of the allowed error, at {where}", {"share": worst})
 
 
-def _as(value: Tensor, like: Tensor) -> Tensor:
+def _cast_like(value: Tensor, like: Tensor) -> Tensor:
     return value.to(like.dtype).reshape(like.shape)
 
 
-def _equal(found: Seen, wanted: Mapping[str, Tensor], most: float = EXACT) -> Told:
-    """Each by its norm."""
+def _check_equal(found: Seen, wanted: Mapping[str, Tensor], most: float = EXACT) -> Told:
+    """Compare each tensor by its norm; raise `Wrong` above `most`."""
     worst, where = 0.0, ""
     for name, value in wanted.items():
         scale = float(value.double().norm()) or 1.0
-        gap = float((_as(found[name], value).double() - value.double()).norm()) / scale
+        gap = float((_cast_like(found[name], value).double() - value.double()).norm()) / scale
         worst, where = max((worst, where), (gap if gap == gap else float("inf"), name))
     if worst > most:
         raise Wrong(f"{where} differs by {worst:.2g}, allowed {most:.0e}")
     return Told(f"equal to {worst:.1g}", {"error": worst})
 
 
-def _alone(subject: Subject, setup: Setup) -> Told:
+def _run_on_one_rank(subject: Subject, setup: Setup) -> Told:
     if subject.kernels and not (triton and (setup.timed or INTERPRETED)):
         raise Skipped("Triton compiles nothing for this device, and is not interpreted here")
     world_of_one(setup)
-    before = _kernels()
-    told = _compared(subject, setup)
-    if subject.kernels and _kernels() == before:
+    before = _count_kernel_runs()
+    result = _compare_program(subject, setup)
+    if subject.kernels and _count_kernel_runs() == before:
         raise Wrong("no kernel ran: the torch references did")
-    return told
+    return result
 
 
-def _compared(subject: Subject, setup: Setup) -> Told:
+def _compare_program(subject: Subject, setup: Setup) -> Told:
     shape = shape_of(setup, subject.rate)
     return against(subject, shape, setup.device, trained(subject, shape, setup.device))
 
 
-def _kernels() -> int:
+def _count_kernel_runs() -> int:
     return sum(count for name, count in runs().items() if name in ("triton", "interpreter"))
 
 
@@ -353,7 +356,7 @@ def _kernels() -> int:
 
 
 def world_of_one(setup: Setup) -> None:
-    """Join a world of this process alone, by the library that torch has for the device."""
+    """Join a world of this process alone, with torch's backend for the device."""
     if dist.is_initialized():
         return
     device = torch.device(setup.device, 0) if setup.device != "cpu" else None
@@ -365,8 +368,8 @@ def world_of_one(setup: Setup) -> None:
     atexit.register(dist.destroy_process_group)
 
 
-def _collectives(setup: Setup) -> Told:
-    """Everything that programs send with, in a group of one: what is given comes back."""
+def _check_collectives(setup: Setup) -> Told:
+    """Run every collective that programs use, in a group of one: the input must come back."""
     world_of_one(setup)
     x = torch.arange(8.0, device=setup.device)
     group = dist.group.WORLD
@@ -427,11 +430,11 @@ SEVERAL = {
 
 
 def on_ranks(setup: Setup) -> list[Case]:
-    """Each way to split the model."""
-    return [Case(name, partial(_several, subject, setup)) for name, subject in SEVERAL.items()]
+    """Return a case for each way to split the model."""
+    return [Case(name, partial(_run_on_ranks, subject, setup)) for name, subject in SEVERAL.items()]
 
 
-def _several(subject: Subject, setup: Setup) -> Told:
+def _run_on_ranks(subject: Subject, setup: Setup) -> Told:
     shape = shape_of(setup)
     count = math.prod(int(size.split("=")[1]) for size in subject.mesh.split(","))
     if setup.device == "sim":
@@ -473,18 +476,18 @@ REGIONS = {
 
 
 def compiled(setup: Setup) -> list[Case]:
-    """Each kind of region."""
-    return [Case(name, partial(_fused, one, setup)) for name, one in REGIONS.items()]
+    """Return a case for each kind of region."""
+    return [Case(name, partial(_run_compiled, one, setup)) for name, one in REGIONS.items()]
 
 
-def _fused(subject: Subject, setup: Setup) -> Told:
+def _run_compiled(subject: Subject, setup: Setup) -> Told:
     from schedlang.runtime.fusion.fuse import graphs, unavailable
 
     if setup.device == "sim":
         raise Skipped("inductor does not compile for this device")
     if (reason := unavailable()) and not setup.timed:
         raise Skipped(reason)
-    cleared(setup.device)  # what a case before has compiled would be taken again
+    cleared(setup.device)  # else regions compiled by an earlier case would be reused
     shape = shape_of(setup)
     program = build(plan_of(subject, shape, setup.device), batch(shape, 0), optimizer=subject.make)
     found: Seen = {}
@@ -494,12 +497,14 @@ def _fused(subject: Subject, setup: Setup) -> Told:
     if not sum(made):
         raise Wrong("nothing was compiled: the regions ran eagerly")
     found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
-    told = against(subject, shape, setup.device, found)
+    result = against(subject, shape, setup.device, found)
     several = "s" if sum(made) != 1 else ""
-    return Told(f"{sum(made)} graph{several}, {told.note}", {**told.numbers, "graphs": sum(made)})
+    return Told(
+        f"{sum(made)} graph{several}, {result.note}", {**result.numbers, "graphs": sum(made)}
+    )
 
 
-# -- what lies on the host while a step runs -------------------------------------------------------
+# -- offloading during a step ----------------------------------------------------------------------
 
 
 MOVED = {
@@ -515,16 +520,16 @@ STAYS = "verify(train)"  # a row that changes nothing
 
 
 def offloaded(setup: Setup) -> list[Case]:
-    """Copies themselves, then what steps keep on the host, then what that saves."""
+    """Return the cases of copies, of offloading steps, and of the saved memory."""
     return [
-        Case("copies to the host and back", partial(_copies, setup)),
-        *(Case(name, partial(_compared, one, setup)) for name, one in MOVED.items()),
-        Case("bytes at the peak", partial(_peak, setup)),
+        Case("copies to the host and back", partial(_check_copies, setup)),
+        *(Case(name, partial(_compare_program, one, setup)) for name, one in MOVED.items()),
+        Case("bytes at the peak", partial(_check_peak, setup)),
     ]
 
 
-def _copies(setup: Setup) -> Told:
-    """A tensor goes and comes on a stream of its own; the host memory is pinned."""
+def _check_copies(setup: Setup) -> Told:
+    """Copy a tensor to the pinned host memory and back, on a side stream."""
     if setup.device == "cpu":
         raise Skipped("a CPU has no memory apart from the host's")
     device = torch.device(setup.device, 0)
@@ -556,12 +561,12 @@ def _copies(setup: Setup) -> Told:
         raise Wrong("what came back is not what went")
     rates = [x.nbytes / span / 1e9 for span in spans]
     names = ("to the host", "back")
-    said = ", ".join(f"{rate:.1f} GB/s {name}" for rate, name in zip(rates, names, strict=False))
-    return Told(said, {"bytes_per_second": [rate * 1e9 for rate in rates]})
+    note = ", ".join(f"{rate:.1f} GB/s {name}" for rate, name in zip(rates, names, strict=False))
+    return Told(note, {"bytes_per_second": [rate * 1e9 for rate in rates]})
 
 
-def _peak(setup: Setup) -> Told:
-    """The most bytes on the device in a step, with activations here and on the host."""
+def _check_peak(setup: Setup) -> Told:
+    """Compare the peak bytes of a step, with activations on the device and on the host."""
     device = torch.device(setup.device)
     if devices.peak_bytes(device) is None:
         raise Skipped("nobody counts the bytes of this device")

@@ -1,7 +1,7 @@
-"""Training layers of Llama-8B: untouched, compiled layer by layer, with our kernels, by Liger.
+"""Training of Llama-8B layers: untouched, compiled layer by layer, with our kernels, with Liger's.
 
-As many layers as the device has memory for, between the embedding and the head of the whole model.
-Liger's patch changes classes for the whole process, so its way comes last of all.
+As many layers as fit into the device's memory, between the embedding and the head of the full
+model. Liger's patch changes classes for the whole process, so its cases come last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schedlang.testing.gpu.contests import cleared, median, peak_flops, peak_of
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: `layers` are those that run here."""
+    """A Llama; `layers` are those that run here."""
 
     name: str
     hidden: int
@@ -43,11 +43,11 @@ TINY = (
     Shape("llama, tiny", 32, 48, 4, 2, 2, True, 96, 2, 10),
     Shape("llama, tiny, untied", 32, 48, 4, 4, 1, False, 96, 1, 12),
 )
-_NEAR = 1e-2  # by which losses may differ: they are computed in bfloat16
+_TOLERANCE = 1e-2  # allowed relative difference of losses, which are computed in bfloat16
 
 
 def shapes_of(setup: Setup) -> tuple[Shape, ...]:
-    """The shapes of a setup; of the large one as many layers as there is memory for."""
+    """Return the shapes of a setup; the large one has as many layers as there is memory for."""
     if setup.size != "full":
         return setup.pick((), QUICK, TINY)  # type: ignore[no-any-return]
     layers = layers_for(EIGHT, torch.cuda.get_device_properties(0).total_memory)
@@ -55,11 +55,12 @@ def shapes_of(setup: Setup) -> tuple[Shape, ...]:
 
 
 def layers_for(shape: Shape, memory: int) -> int:
-    """Count the layers that the untouched model can train in so many bytes; 1 at least.
+    """Return the number of layers that the untouched model can train in `memory` bytes; at least 1.
 
     A parameter takes 8 bytes with its gradient and the state of AdamW, all in bfloat16; a token of
-    a layer what autograd saves there; a token of the head its logits, in bfloat16 and twice in
-    float32, with a gradient of each. A part is left for what is freed too late to be used again.
+    a layer takes what autograd saves there; a token of the head its logits, in bfloat16 and twice
+    in float32, with a gradient of each. A margin is left for memory that is freed too late to be
+    reused.
     """
     tokens = shape.rows * shape.length
     per_head = shape.hidden // shape.heads
@@ -72,15 +73,15 @@ def layers_for(shape: Shape, memory: int) -> int:
 
 
 def cases(setup: Setup) -> list[Case]:
-    """Each way to train each shape; the untouched model first."""
+    """Return a case for each implementation and shape, the untouched model first."""
     return [
-        Case(f"{shape.name}, {way}", partial(_case, shape, way, setup))
+        Case(f"{shape.name}, {way}", partial(_run_case, shape, way, setup))
         for way in WAYS
         for shape in shapes_of(setup)
     ]
 
 
-def _case(shape: Shape, way: str, setup: Setup) -> Told:
+def _run_case(shape: Shape, way: str, setup: Setup) -> Told:
     for package in ("transformers", *(("liger_kernel",) if way == "liger" else ())):
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"`{package}` is not installed")
@@ -104,7 +105,7 @@ def _case(shape: Shape, way: str, setup: Setup) -> Told:
     if way == "eager":
         _losses[shape.name] = loss
     plain = _losses.get(shape.name, loss)
-    if not (math.isfinite(loss) and abs(loss - plain) <= _NEAR * abs(plain)):
+    if not (math.isfinite(loss) and abs(loss - plain) <= _TOLERANCE * abs(plain)):
         raise Wrong(f"the loss is {loss:.4f}, of the untouched model {plain:.4f}")
     return Told(note, numbers)
 
@@ -113,7 +114,7 @@ _losses: dict[str, float] = {}  # of the untouched model, by shape
 
 
 def llama(shape: Shape, device: str) -> nn.Module:
-    """Llama of a shape, its weights random, in bfloat16."""
+    """Return a Llama of a shape, with random weights, in bfloat16."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -142,7 +143,7 @@ KERNELS = {"LlamaMLP": "gated", "LlamaAttention": "rope", "LlamaDecoderLayer": "
 
 
 def with_kernels(model: Any, sums: bool = True) -> nn.Module:
-    """The model with every kernel of ours that fits; `sums`: norms after sums with these."""
+    """Replace all modules for which we have a kernel; `sums`: with fused norms after sums."""
     known: dict[tuple[str, str], Any] = {}
     for name, module in [*model.named_modules()]:
         kind = type(module).__name__
@@ -153,7 +154,7 @@ def with_kernels(model: Any, sums: bool = True) -> nn.Module:
             wanted = "linear_cross_entropy"
         if wanted is None:
             continue
-        if (kind, wanted) not in known:  # all modules of one class are alike here
+        if (kind, wanted) not in known:  # all modules of one class are equal here
             known[kind, wanted] = kernel.match(module, wanted)
         found = known[kind, wanted]
         assert not hasattr(found, "reason"), (name, found)
@@ -162,7 +163,7 @@ def with_kernels(model: Any, sums: bool = True) -> nn.Module:
 
 
 def with_liger(model: nn.Module) -> nn.Module:
-    """The model patched by Liger; ImportError where it is not installed."""
+    """Patch the model by Liger; ImportError if Liger is not installed."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model)
@@ -170,7 +171,7 @@ def with_liger(model: nn.Module) -> nn.Module:
 
 
 def compiled(model: Any, backend: str) -> nn.Module:
-    """The model with each layer compiled."""
+    """Compile each layer of the model."""
     for layer in model.model.layers:
         layer.compile(backend=backend)
     return model  # type: ignore[no-any-return]
@@ -187,7 +188,7 @@ WAYS: Mapping[str, Callable[[nn.Module, str], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A model to train and a batch of it."""
+    """A model to train and a batch."""
 
     shape: Shape
     model: nn.Module
@@ -195,7 +196,7 @@ class Run:
     optimizer: torch.optim.Optimizer
 
     def step(self) -> Tensor:
-        """One training step; its loss."""
+        """Run one training step; return its loss."""
         loss: Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -204,7 +205,7 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions of a step: products with weights, and causal attention."""
+        """The operations of a step: products with weights, and causal attention."""
         shape, tokens = self.shape, self.ids.numel()
         count = sum(p.numel() for p in self.model.parameters())
         looked_up = 0 if shape.tied else shape.classes * shape.hidden
@@ -213,7 +214,7 @@ class Run:
 
 
 def made(shape: Shape, way: str, device: str, backend: str) -> Run:
-    """A way's own model, from the same weights, and the batch that all have."""
+    """Make the model of an implementation, from equal weights, and the common batch."""
     model = WAYS[way](llama(shape, device), backend)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.classes, (shape.rows, shape.length), generator=generator)
@@ -223,7 +224,7 @@ def made(shape: Shape, way: str, device: str, backend: str) -> Run:
 
 
 def timed(run: Run, times: int) -> dict[str, float]:
-    """Seconds, tokens, share of the device's peak, bytes and the first loss."""
+    """Return seconds, tokens, share of the device's peak, bytes and the first loss."""
     first = float(run.step())
     seconds, peak = median(run.step, times), peak_flops()
     found = {
