@@ -108,7 +108,8 @@ def page() -> str:
     text = HEAD + ", ".join(f"{number} {state}" for state, number in counted.items())
     text += f", of {len(every)}.\n"
     for family, title in FAMILIES.items():
-        text += f"\n## {title}\n\n| | does | schedule | test | missing or different |\n|---|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| | does | schedule | test | missing or different |\n"
+        text += "|---|---|---|---|---|\n"
         text += "".join(_line(one) for one in every if one.key[:2] == family)
     return text
 
