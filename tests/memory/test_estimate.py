@@ -126,7 +126,7 @@ DEEP = (
     "name", [pytest.param(n, marks=pytest.mark.deep) if n in DEEP else n for n in SCHEDULES]
 )
 def test_peak_is_that_of_real_storages(name: str, threads: Threads) -> None:
-    """On every rank the most bytes of a step are near what its storages add up to."""
+    """On every rank the estimated peak of a step is close to the sum of its real storages."""
     mesh, rows = SCHEDULES[name]
     relax = [word for row, word in (("cast(", "dtype"), ("compress(", "lossy")) if row in rows]
     plan, given = planned(llama(), rows, mesh, ", ".join(relax)), batch()

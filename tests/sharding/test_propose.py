@@ -143,7 +143,7 @@ def test_an_oddly_packed_model() -> None:
 
 
 def test_proposals_verify(pool: Pool) -> None:
-    """A proposal for an unknown model equals the model in every gradient and after steps."""
+    """A proposed schedule for an unknown model equals the model, in gradients and after steps."""
     model = Unknown().double()
     found = propose(model, words(0), {"pp": 2, "tp": 2})
     proven(pool, planned(model, found.text), [words(0), words(1), words(2)])

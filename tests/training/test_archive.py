@@ -110,7 +110,7 @@ def _crossed(folder: Path, odd: bool, worlds: dict[int, list[str]]) -> None:
 
 @pytest.mark.deep
 def test_any_layout_loads_under_any_other(tmp_path: Path) -> None:
-    """Bitwise the same parameters, buffers and moments; the next step as if nothing was saved."""
+    """Parameters, buffers and moments are bitwise equal, and the next step is as if never saved."""
     _crossed(tmp_path, False, WORLDS)
 
 

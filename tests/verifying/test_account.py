@@ -118,7 +118,7 @@ def _kinds(heard: Mapping[Any, int]) -> Counter[Any]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_as_ranks_really_do(name: str) -> None:
-    """Bytes held, and collectives by kind, axes and bytes, are those of ranks that run a step."""
+    """Bytes held, and collectives by kind, axes and bytes, equal those of a step on real ranks."""
     text = SCHEDULES[name]
     plan = planned(text)
     told = account(plan, tokens(rows=16))

@@ -54,7 +54,7 @@ def _report(name: str, pool: Any) -> Report:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_false_alarm(name: str, pool: Pool) -> None:
-    """The faithful program passes in every plan, far below the gate."""
+    """A correct program passes under every plan, far below the tolerance."""
     report = _report(name, pool)
     assert report.ok, str(report)
     assert max(row.error for row in report.rows) < 1e-12
@@ -186,7 +186,7 @@ def test_more_than_eight_ranks_are_refused(mesh: str, small: str) -> None:
 
 
 def test_the_model_is_not_changed_by_its_proof(pool: Pool) -> None:
-    """Values, dtypes and flags of the user's module are what they were."""
+    """Values, dtypes and flags of the user's module stay unchanged."""
     model = models.gpt2(1, 0.1).float()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     mode = model.training
