@@ -371,7 +371,9 @@ def _diff_at(before: Plan, after: Plan, fqn: str) -> SiteChange | None:
             continue
         if one.name in MAPS:
             known = was.added_items
-            new = {key: value for key, value in now.added_items.items() if known.get(key) is not value}
+            new = {
+                key: value for key, value in now.added_items.items() if known.get(key) is not value
+            }
             if not all(key == fqn or key.startswith(f"{fqn}.") for key in new):
                 return None
             maps[one.name] = {key[len(fqn) :]: value for key, value in new.items()}

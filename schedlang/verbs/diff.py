@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @verb
 def diff(
-    old: Annotated[
-        Path, typer.Argument(help="A schedule, or a saved plan.", metavar="A")
-    ],
+    old: Annotated[Path, typer.Argument(help="A schedule, or a saved plan.", metavar="A")],
     new: Annotated[
         Path, typer.Argument(help="Another schedule or plan for the same model.", metavar="B")
     ],

@@ -64,9 +64,7 @@ class Search:
     ] = None
     why: Annotated[
         list[str] | None,
-        typer.Option(
-            "--why", metavar="NAME=V", help="Price this beside the best; repeatable."
-        ),
+        typer.Option("--why", metavar="NAME=V", help="Price this beside the best; repeatable."),
     ] = None
     planner: Annotated[
         str | None,

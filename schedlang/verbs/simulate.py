@@ -63,9 +63,9 @@ class OrderOptions:
 class Speeds:
     """The speeds of ranks and links."""
 
-    tflops: Annotated[
-        float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")
-    ] = 100.0
+    tflops: Annotated[float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")] = (
+        100.0
+    )
     bandwidth: Annotated[
         float, typer.Option(help="GB/s between ranks, where costs are estimated.")
     ] = 50.0
@@ -89,9 +89,7 @@ class Pictures:
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."
-        ),
+        typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
     ] = None
     transfers: Annotated[
         bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")

@@ -118,7 +118,11 @@ def test_the_walk_sees_what_it_looks_for(text: str) -> None:
 
 def test_who_guesses_tells_it_as_a_fact() -> None:
     """A function that asks `did you mean` gives the two words to programs, too."""
-    helpers = {"suggest_name", "_suggest_choice", "_suggest_keyword"}  # of texts, for those who refuse
+    helpers = {
+        "suggest_name",
+        "_suggest_choice",
+        "_suggest_keyword",
+    }  # of texts, for those who refuse
     lacking, found = [], 0
     for path in _files():
         text = path.read_text()

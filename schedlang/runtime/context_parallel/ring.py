@@ -557,7 +557,9 @@ class RingAttention(torch.autograd.Function):
             plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
             keys, mine = call.first_packet(k, v, tags)
-            gather, scatter = (None, None) if team is None else (team.all_gather, team.reduce_scatter)
+            gather, scatter = (
+                (None, None) if team is None else (team.all_gather, team.reduce_scatter)
+            )
             tensors = q, lse, grad, inner, rows, plain
             all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
