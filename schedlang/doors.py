@@ -92,7 +92,7 @@ SIDE_DOORS = (
         "simulate_ranks",
         "passes.simulate.simulated_ranks",
         ("plan", "batch", "loss", "prepared"),
-        "Rehearsal",
+        "SimulatedRanks",
         "a step of each kind of rank on the meta device: work and bytes alive",
     ),
     Door(
