@@ -30,7 +30,7 @@ SIZES = {
     "nbody": [(2, 2), (4, 2), (3, 1), (3, 2), (1, 2)],
 }
 KINDS = ["contiguous", "zigzag", "striped"]
-TAGS = ("documents", "present", "counted")  # of each token; what else is a tensor is of heads
+TAGS = ("documents", "present", "alibi_positions")  # of each token; what else is a tensor is of heads
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def cases(draw: Any, methods: Sequence[str] = tuple(SIZES)) -> Case:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     heads = math.lcm(kv_heads, team) * draw(st.sampled_from([1, 2]))
     near = st.none() | st.integers(0, 6)
-    extras = ["documents", "present", "counted", "slopes", "sinks", "bias", "dense"]
+    extras = ["documents", "present", "alibi_positions", "slopes", "sinks", "bias", "dense"]
     return Case(
         method,
         sizes,
@@ -121,7 +121,7 @@ def whole(case: Case) -> dict[str, Tensor]:
         "grad": drawn(rows, case.heads, tokens, case.widths[1]),
         "documents": upto(3, rows, tokens).sort(1).values,
         "present": upto(4, rows, tokens) > 0,
-        "counted": upto(9, rows, tokens),
+        "alibi_positions": upto(9, rows, tokens),
         "slopes": drawn(case.heads).abs(),
         "sinks": drawn(case.heads),
         "bias": drawn(1, case.heads, tokens, tokens),
@@ -203,7 +203,7 @@ def _dense(case: Case, given: dict[str, Tensor]) -> Tensor:
     scores = scores + given.get("bias", 0)
     far = torch.arange(case.tokens)[:, None] - torch.arange(case.tokens)
     if "slopes" in given:
-        at = given.get("counted")
+        at = given.get("alibi_positions")
         apart = far if at is None else (at[:, :, None] - at[:, None, :])[:, None]
         scores = scores - given["slopes"].view(-1, 1, 1) * apart.abs()
     seen = visible(case, far) & given.get("dense", torch.tensor(True))

@@ -21,14 +21,14 @@ EVENT, FIRST, NOTHING = "a new event", "the first argument", "nothing"
 DONE = "yes"  # of a question whether something is done
 ORDERS = {
     "schedlang.runtime.device": {
-        "follow": NOTHING,
-        "wait": NOTHING,
-        "settled": NOTHING,
+        "queue_stream_wait": NOTHING,
+        "queue_event_wait": NOTHING,
+        "host_wait": NOTHING,
         "synchronize": NOTHING,
-        "record": EVENT,
-        "used_on": FIRST,
+        "mark_stream": EVENT,
+        "hold_for_stream": FIRST,
     },
-    "schedlang.runtime.storage.copies": {"settle": NOTHING, "mark": EVENT, "ready": FIRST},
+    "schedlang.runtime.storage.copies": {"wait_all": NOTHING, "record_copies": EVENT, "wait_copy": FIRST},
 }
 PACKAGE = "schedlang"
 Chosen = Callable[[types.ModuleType, ast.Call], bool]

@@ -20,15 +20,15 @@ _PACE = "a pace and no order: it bounds how many copies are on their way, and no
 _CLOCK = "before the clock is read: without it times are wrong, and no values"
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
-    ("Store.end", "copies.mark(self._device)"): _PACE,
-    ("Store.end", "settled(pending)"): _PACE,
+    ("ActivationStore.end_call", "copies.record_copies(self._device)"): _PACE,
+    ("ActivationStore.end_call", "host_wait(pending)"): _PACE,
 }
 # calls that none of these programs reaches
 UNREACHED = {
-    ("Watch._now", "synchronize(self.device)"): _CLOCK,
+    ("StepTimer._now", "synchronize(self.device)"): _CLOCK,
     ("_seconds", "synchronize(device)"): _CLOCK,
     ("_seconds", "synchronize(device) (2)"): _CLOCK,
-    ("synchronize", "torch.accelerator.synchronize(indexed(where))"): _CLOCK,
+    ("synchronize", "torch.accelerator.synchronize(with_index(where))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."
 NEAR = (

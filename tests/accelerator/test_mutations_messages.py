@@ -31,30 +31,30 @@ MODULES = tuple(
         "grad_reduction.gradient",
         "grad_reduction.zero",
         "moe.dispatch",
-        "offload.step",
-        "pipeline.overlapped_sums",
+        "offload.offloaded_step",
+        "pipeline.overlapped_reduction",
         "pipeline.p2p",
-        "pipeline.parking",
-        "redistribution.carry",
+        "pipeline.evicted_activations",
+        "redistribution.execution",
     )
 )
 _KEPT = "the work of a message keeps its tensors until it is done, and nobody writes into these"
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
-    ("Mail.free", "work.wait()"): _KEPT,
-    ("Mail.sweep", "work.is_completed()"): _KEPT,
-    ("Sliced.reshard", "handle.wait()"): "each unit waits for its own gather before its forward; "
+    ("PeerChannel.free", "work.wait()"): _KEPT,
+    ("PeerChannel.sweep", "work.is_completed()"): _KEPT,
+    ("ShardedStage.reshard", "handle.wait()"): "each unit waits for its own gather before its forward; "
     "of one that does not run `test_zero.py` looks at the values that it would keep",
 }
 # between hosts, by gloo: no device orders these, and ranks whose messages are late miss them
 HOSTS = {
-    ("Parking._receive_numbers", "world.irecv(message, source, self.hosts).wait()"): (
+    ("PartnerEviction._receive_numbers", "world.irecv(message, source, self.hosts).wait()"): (
         sent_ways.parked_on_a_peer
     ),
-    ("Peer._exchange_size", "work.wait()"): sent_ways.state_on_a_peer,
+    ("PeerState._exchange_size", "work.wait()"): sent_ways.state_on_a_peer,
 }
 # of what a host has sent nobody looks at anything: its work holds the buffer until it is gone
-SENT = {("Parking.finish", "message.wait()")}
+SENT = {("PartnerEviction.finish", "message.wait()")}
 # modules with a `wait` that is of no stream, message or sum
 OTHERS = {
     "diagnostics.job_refusals": "of a store",
@@ -99,7 +99,7 @@ def test_every_order_of_the_runtime_is_hunted() -> None:
 
 def test_a_wait_for_a_message_that_is_left_out() -> None:
     """For what a stage is sent: by a report."""
-    (site,) = (one for one in wanted() if one.function == "Mail.take")
+    (site,) = (one for one in wanted() if one.function == "PeerChannel.take")
     (fate,) = hunt_apart([site], (sent_ways.stages,))
     assert fate.report, fate
 

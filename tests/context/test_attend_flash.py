@@ -40,7 +40,7 @@ def check(case: Case, dtype: torch.dtype, threads: Threads) -> int:
     )  # it is tried once in a process: those calls are not counted
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("forward", "backward"):
+        for name in ("flash_forward", "flash_backward"):
             run = getattr(local_attention, name)
             patch.setattr(local_attention, name, lambda *a, run=run: asked.append(1) or run(*a))
         found = threads.run(_small, case.ranks, case, dtype)

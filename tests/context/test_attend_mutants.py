@@ -87,7 +87,7 @@ MUTANTS: dict[str, Change] = {
     ),
     "the block with the larger scores wins": (BlockwiseForward, "_merge", _merged_by_the_larger),
     "gradients of keys stay where they were made": (NestedRing, "_back", _gradients_stay),
-    "a ring ends a step early": (NestedRing, "last", _ends_early),
+    "a ring ends a step early": (NestedRing, "last_step", _ends_early),
     "a packet is taken for the next one": (
         NestedRing,
         "origin",
@@ -97,13 +97,13 @@ MUTANTS: dict[str, Change] = {
     "a window is a token too short": (PositionMask, "block", _sees_less),
     "a block that sees a little is left out": (
         PositionMask,
-        "nothing",
+        "hides_all",
         lambda self, queries, keys: not self.shows_all(queries, keys),
     ),
     "tokens stay in the order in which they arrive": (attention, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (
         attention,
-        "copied",
+        "repeat_heads",
         lambda x, ranks: torch.cat([x] * count_head_copies(x.shape[1], ranks), 1),
     ),
     "the cap has no derivative": (
@@ -118,18 +118,18 @@ MUTANTS: dict[str, Change] = {
     ),
     "what is gathered is not summed": (
         ring,
-        "scattered",
+        "reduce_scatter_packets",
         lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
         ring,
-        "Backward",
+        "BlockwiseBackward",
         lambda *args: local_attention.BlockwiseBackward(*args[:5], torch.zeros_like(args[5])),
     ),
-    "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
+    "gradients that arrive are not added": (ring, "add_packet", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
         ring,
-        "shares",
+        "softmax_shares",
         lambda lse: torch.ones_like(lse),
     ),
     "a share of the steps begins one team too far": (ring.TeamRing, "origin", _too_far),

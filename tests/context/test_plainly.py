@@ -132,7 +132,7 @@ def test_a_small_batch_that_is_ours(monkeypatch: Patch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("a trial that trips")
 
-    monkeypatch.setattr("schedlang.runtime.context_parallel.probe.watched", fails)
+    monkeypatch.setattr("schedlang.runtime.context_parallel.probe.run_full", fails)
     with pytest.raises(OwnError, match="runs alone on a small batch") as caught:
         probed(Causal(layers=2), ROW)
     assert "a trial that trips" in str(caught.value)

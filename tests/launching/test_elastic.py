@@ -152,11 +152,11 @@ def test_the_first_rank_stands_still(meetings: Meetings) -> None:
 def test_a_store_that_takes_connections_and_says_nothing() -> None:
     """As one whose machine is cut off while a rank connects: that waits without an end, too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        code = "from schedlang.runtime.comm import agreement, reach; reach.LOST = 4.0\n"
+        code = "from schedlang.runtime.comm import agreement, store_watch; store_watch.LOST_AFTER = 4.0\n"
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
         environ = {**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = forks.run("-c", f"{code}agreement.meet(20.0)", env=environ, timeout=600)
+        done = forks.run("-c", f"{code}agreement.rendezvous(20.0)", env=environ, timeout=600)
     assert done.returncode == store_watch.EXIT_CODE, done.stderr
     assert "S651" in done.stderr and "has not answered for 4 s" in done.stderr
 

@@ -12,7 +12,7 @@ import pytest
 
 from schedlang.runtime.launch import pool
 
-HOLDS = "from schedlang.runtime.launch import pool\nprint(pool.made()[0], flush=True)\ninput()"
+HOLDS = "from schedlang.runtime.launch import pool\nprint(pool.make_folder()[0], flush=True)\ninput()"
 
 
 @pytest.fixture(autouse=True)

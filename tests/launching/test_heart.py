@@ -34,9 +34,9 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.runtime.launch import heart
+from schedlang.runtime.launch import hang_watch
 
-heart.HANG = 4.0
+hang_watch.HANG_AFTER = 4.0
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 batch = {"input": torch.randn(4, 8)}
@@ -105,9 +105,9 @@ import time
 import torch
 from torch import nn
 
-from schedlang.runtime.launch import heart
+from schedlang.runtime.launch import hang_watch
 
-heart.HANG = 4.0
+hang_watch.HANG_AFTER = 4.0
 calls = 0
 
 
@@ -232,7 +232,7 @@ def test_one_that_works_gets_on() -> None:
         assert one.makes_progress()
         one.spent = None
         names = {"__name__": "pdb", "one": one}
-        exec("def asks():\n    return one.gets_on()", names)
+        exec("def asks():\n    return one.makes_progress()", names)
         asks: Any = names["asks"]
         assert asks()
 

@@ -80,14 +80,14 @@ def test_it_comes_as_it_was(made: Callable[[], Tensor], ways: Callable[[Any], by
 @pytest.mark.parametrize("made", PLAIN.values(), ids=PLAIN)
 def test_plain_ones_are_arrays(made: Callable[[], Tensor]) -> None:
     """Torch writes an archive for each tensor, with its name; a plain one needs none."""
-    assert pickling.reduce_tensor(made()) is not NotImplemented
+    assert tensor_pickling.reduce_tensor(made()) is not NotImplemented
     assert b"torch.storage" not in pickling.dumps(made()) + packed(made())
 
 
 @pytest.mark.parametrize("made", OTHER.values(), ids=OTHER)
 def test_others_are_torchs(made: Callable[[], Tensor]) -> None:
     """What numbers and shape do not tell whole is left to torch."""
-    assert pickling.reduce_tensor(made()) is NotImplemented
+    assert tensor_pickling.reduce_tensor(made()) is NotImplemented
 
 
 def test_alike_ones_are_the_same_bytes() -> None:

@@ -304,14 +304,14 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys, time, signal
-from schedlang.runtime.launch.pool import Pool, progress, shared_pool
+from schedlang.runtime.launch.pool import Pool, report_progress, shared_pool
 import torch.distributed as dist, torch
 
 class Own:
     pass
 
 def work(kind):
-    progress((os.getpid(), os.getppid()))
+    report_progress((os.getpid(), os.getppid()))
     if kind != "ends" :
         time.sleep(1000)
     return Own(), dist.get_world_size()
@@ -390,7 +390,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "threads":
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     with Pool(forked=True) as pool:
-        pool.know({"late": sys.argv[2]})
+        pool.import_files({"late": sys.argv[2]})
         found = pool.run(seen, 2)
         assert len({pid for _, pid, *_ in found}) == 1, "the file was imported by each rank"
         assert all(own == session for *_, own, session in found), found
@@ -432,7 +432,7 @@ def know(self, files, *, here):
     print(type(self._server).__name__, flush=True)
     sys.exit(0)
 
-Pool.know = know
+Pool.import_files = know
 sys.argv = ["schedlang", "verify", sys.argv[1]]
 main()
 """
@@ -462,7 +462,7 @@ if __name__ == "__main__":
         load_files({"late": sys.argv[2]})
         if sys.argv[1] == "threads":
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        pool.know({"late": sys.argv[2]}, here=True)
+        pool.import_files({"late": sys.argv[2]}, here=True)
         (found,) = set(pool.run(seen, 2))
         print(found == os.getpid(), first is pool._server, pool._scratch.is_dir(), flush=True)
         scratch = pool._scratch

@@ -199,25 +199,25 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 
 # caches that give the same whoever filled them, and what belongs to the process
 SHARED = {
-    ("draws", "found"),
+    ("logical_functions", "found"),
     ("fuse", "_codes"),
     ("pool", "_shared"),
     ("copies", "_streams"),
     ("copies", "_copy_events"),
-    ("kept_outside", "_closed"),
+    ("global_state", "_closed"),
     ("rewrite", "_regions"),
-    ("operator", "_regions"),
-    ("operator", "_keys"),
+    ("rowwise_operator", "_regions"),
+    ("rowwise_operator", "_keys"),
     ("launch", "_jitted"),
     ("add_norm", "_functions"),
     ("add_norm", "_layers_by_class"),
     ("torch_compile", "_done"),
     ("torch_compile", "_kept"),
-    ("record", "_here"),
+    ("rank_record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
-    ("own_loop", "_checked"),
-    ("transfer", "_KNOWN"),
+    ("user_loops", "_checked"),
+    ("user_loops", "_given_out"),
 }
 
 

@@ -78,7 +78,7 @@ def test_experts_that_are_rounded_are_found(
     from schedlang.runtime.sharding import sharded_layer
 
     monkeypatch.setattr(sharded_layer, "without_quantization", nullcontext)
-    monkeypatch.setattr("schedlang.passes.prove.suspected", lambda report, *_: report)
+    monkeypatch.setattr("schedlang.passes.prove.add_suspects", lambda report, *_: report)
     plan = planned(models.tiny(layers=1), ROW.format("tp") + CODED.format("int2"), "tp=2", "lossy")
     report = prove(Case(plan, tuple(BATCHES), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}

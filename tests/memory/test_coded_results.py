@@ -95,7 +95,7 @@ def kinds_that_differ(
     threads: Threads, patch: pytest.MonkeyPatch, rows: str, mesh: str = ""
 ) -> set[str]:
     """What of the first step is not that of the one process; nobody asks for the row to blame."""
-    patch.setattr("schedlang.passes.prove.suspected", lambda report, *given: report)
+    patch.setattr("schedlang.passes.prove.add_suspects", lambda report, *given: report)
     plan = planned(models.gpt2(2 if "group" in rows else 1), rows, mesh, "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     return {row.kind for row in report.rows if not row.ok and not row.step}

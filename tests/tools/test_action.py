@@ -217,7 +217,7 @@ def test_a_large_mesh_is_left_out_or_reduced(
         asked.append(options.get("shrink"))
         mesh = Mesh((("tp", 2 if asked[-1] else 16),))
         case = SimpleNamespace(plan=SimpleNamespace(mesh=mesh))
-        small = SimpleNamespace(said="width 64 -> 8", gaps=()) if asked[-1] else None
+        small = SimpleNamespace(description="width 64 -> 8", gaps=()) if asked[-1] else None
         return SimpleNamespace(case=case, small=small, command="")
 
     def prove(case: Any, **options: Any) -> Report:

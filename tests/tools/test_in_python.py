@@ -359,9 +359,9 @@ def test_who_imports_schedules_is_answered_in_python() -> None:
     code = (
         "import schedlang\n"
         "from schedlang.diagnostics.diagnostic import HELP_SPELLERS\n"
-        "assert not SPELLED\n"
+        "assert not HELP_SPELLERS\n"
         "schedlang.create_schedule\n"
-        "assert SPELLED\n"
+        "assert HELP_SPELLERS\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -503,7 +503,7 @@ def test_undo_leaves_declarations_and_redo_brings_back(sch: Schedule) -> None:
 def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
     """`help(sch["..."].shard)` has arguments and an example; of what is no verb, the class's."""
     shown = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
-    assert "Styles state both ends" in shown and "over=" in shown
+    assert "A style sets the placements" in shown and "over=" in shown
     assert sch["blocks.0"].nothing.__doc__ == PendingCall.__doc__
 
 

@@ -84,7 +84,7 @@ def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
         if SCENES[scene].optimizer is not None:
             stack.enter_context(_second(SCENES[scene].optimizer))
         if not blame:
-            stack.enter_context(mock.patch("schedlang.passes.prove.suspected", _unasked))
+            stack.enter_context(mock.patch("schedlang.passes.prove.add_suspects", _unasked))
         if bug.late:
             pool = stack.enter_context(Threads(Faults()))
         return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]

@@ -518,7 +518,7 @@ def with_peer_state(method: F) -> F:
         with (
             nullcontext()
             if program.offloaded is None
-            else program.offloaded.home(program.optimizer)
+            else program.offloaded.load_peer_state(program.optimizer)
         ):
             return method(program, *args, **kwargs)
 
