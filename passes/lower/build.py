@@ -287,6 +287,8 @@ def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
 
 
 def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
+    import torch
+
     from schedlang.runtime.assembly import Assembly
 
     if plan.completions:
@@ -299,16 +301,18 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     if options.check is not None:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
-    module = builder.module
-    sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    found = _local_parameters(builder, holdings)
+    sliced = slice_state(plan, builder.module, ranks, prepared) if plan.replicas else {}
+    held, module = _local_parameters(builder, holdings), builder.module
     offloaded = None
     if plan.stores and not options.on_meta:
-        offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
-    planned = reductions(plan, traced, holdings)
-    sums = build_reductions(plan, planned, found, ranks) if planned or plan.data_axes else ()
+        offloaded = offload_state(builder, holdings, held, sliced, options.optimizer)
+    needed = reductions(plan, traced, holdings)
+    sums = build_reductions(plan, needed, held, ranks) if needed or plan.data_axes else ()
     draws = _rank_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
+    early = build_early_reductions(plan, staged, held, sums) if plan.overlaps else None
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
+    compressor = build_compressor(plan, needed, holdings, held, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
@@ -317,22 +321,18 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         ranks=ranks,
         replicas=plan.data_axes,
         microbatches=plan.micro,
-        parameters=found,
+        parameters=held,
         holdings=holdings,
         ties=(*plan.model.ties, *plan.model.shared_buffers),
         reductions=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
         adapter_changes=tuple(c for c in plan.model.changes if isinstance(c, AdapterChange)),
-        loss_dtype=_loss_dtype(plan),
+        loss_dtype=torch.float64 if wide else torch.float32,  # losses are sums of many terms
         weight=options.weight or weigh(traced, plan.shares * plan.micro),
-        compressor=build_compressor(plan, planned, holdings, found, ranks)
-        if plan.compression
-        else None,
+        compressor=compressor,
         region=builder.region,
-        early_reductions=build_early_reductions(plan, staged, found, sums)
-        if plan.overlaps
-        else None,
+        early_reductions=early,
         dropout=draws.active,
         native=draws.native,
         logical_dropout_reason=draws.logical_reason,
@@ -582,11 +582,3 @@ def _check_state(plan: Plan) -> None:
             notes=("a module returns it as extra state, which cannot be sharded or saved",),
             helps=("leave it out: override `get_extra_state` in a subclass",),
         )
-
-
-def _loss_dtype(plan: Plan) -> torch.dtype:
-    """Return float64 for a float64 model, else float32: losses are sums of many terms."""
-    import torch
-
-    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
-    return torch.float64 if wide else torch.float32
