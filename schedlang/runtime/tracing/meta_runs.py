@@ -574,7 +574,7 @@ LIBRARY_PATHS = (
     str(Path(torch.__file__).resolve().parent) + os.sep,
 )
 # (file, function) that runs a model
-MODEL_RUNNERS = {("batch.py", "forward"), ("original.py", "derive")}
+MODEL_RUNNERS = {("batch.py", "run_forward"), ("original_forward.py", "record_original")}
 
 
 def model_line() -> str:
