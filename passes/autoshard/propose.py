@@ -74,8 +74,7 @@ def expert_rows(finder: RowFinder, *beside: ProposedRow) -> None:
 
 
 def experts_of(blocks: Blocks) -> dict[str, int]:
-    """Map common names of modules with two or more weights per expert to their numbers of
-    experts."""
+    """Map common names of modules with several weights per expert to their numbers of experts."""
     found = {}
     for name, group in blocks.modules_by_name.items():
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
@@ -87,8 +86,7 @@ def experts_of(blocks: Blocks) -> dict[str, int]:
 
 
 def context_rows(finder: RowFinder) -> None:
-    """Add a row for each kind of attention, with the first method of exchanging keys that is
-    legal."""
+    """Add a row for each kind of attention, with the first legal method of exchanging keys."""
     fed, blocks = finder.trial.feeds, finder.trial.blocks
     names = [
         parent
@@ -99,9 +97,8 @@ def context_rows(finder: RowFinder) -> None:
     ]
     for method in CONTEXT_METHODS:
         exchange = make_call("context_parallel", method, over=finder.axis)
-        made = finder.repair_rows(
-            [ProposedRow((name,), exchange, "each rank has some tokens") for name in names]
-        )
+        rows = [ProposedRow((name,), exchange, "each rank has some tokens") for name in names]
+        made = finder.repair_rows(rows)
         if names and isinstance(made, list):
             refused = finder.trial.token_split_refusal(made, finder.axis, finder.ranks)
             if refused is None:
@@ -181,8 +178,7 @@ def _head_remark(tied: bool) -> str:
 
 
 def _tables_and_heads(finder: RowFinder) -> tuple[list[str], list[str]]:
-    """Return the embeddings with the most rows outside of blocks, and layers with as many
-    outputs."""
+    """Return embeddings with the most rows outside of blocks, and layers with as many outputs."""
     blocks = finder.trial.blocks
     sites = blocks.facts.sites
     outside = [fqn for fqn in finder.trial.feeds.uses if not blocks.is_inside(fqn)]
@@ -340,8 +336,7 @@ class ProposedSchedule:
 
 @dataclass(frozen=True)
 class ProposalRequest:
-    """A model, mesh and batch to propose for; `trial` has the model with as few blocks as show all
-    kinds."""
+    """A model, mesh and batch; `trial` has the model with as few blocks as show all kinds."""
 
     trial: RowTrial
     blocks: Blocks
@@ -363,11 +358,9 @@ def propose(
     weight: Loss | None = None,
     adapters: Adapters | None = None,
 ) -> ProposedSchedule:
-    """Propose a schedule for a model (on any device), a batch of a full step, and axes with their
-    sizes.
+    """Propose a schedule for a model (on any device), a full step's batch, and axes with sizes.
 
     For several meshes pass the model's facts: these cache what was found before.
-
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over an
     axis, and whatever refuses the model or the batch.
     """
@@ -406,8 +399,7 @@ def propose(
 
 
 def _tried(trial: RowTrial, file: Callable[[Blocks], n.File], stages: int) -> n.File:
-    """Return the file for the full model, planned in full; the account uses as few blocks as show
-    all.
+    """Return the file for the full model, planned in full; blocks that show all are accounted.
 
     Raises Refusal for what is refused.
     """
@@ -428,16 +420,14 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
     )
     for name in mesh:
         if name not in ROLES:
-            title = f"`init` does not know the axis `{name}`"
-            raise Refusal.of("S211", title, helps=(legal,))
+            raise Refusal.of("S211", f"`init` does not know the axis `{name}`", helps=(legal,))
     for role in set(ROLES.values()):
         same = [name for name in mesh if ROLES[name] == role]
         if len(same) > 1:
             title = f"`{same[0]}` and `{same[1]}` would split the same"
             raise Refusal.of("S211", title, helps=("keep one of them", legal))
     if not mesh:
-        title = "`init` needs a mesh"
-        raise Refusal.of("S211", title, helps=("`--mesh dp=2,tp=2`", legal))
+        raise Refusal.of("S211", "`init` needs a mesh", helps=("`--mesh dp=2,tp=2`", legal))
 
 
 def rows_by_role(asked: ProposalRequest, notes: list[str]) -> dict[str, list[ProposedRow]]:
@@ -485,10 +475,8 @@ def _unused_axis(axis: str, said: list[str]) -> Refusal:
 def _remarks(finder: RowFinder) -> list[str]:
     """List what else stays replicated, and where transformers' own plan differs."""
     plan = finder.trial.plan_rows(finder.rows, finder.axis, finder.ranks)
-    return [
-        *notes_on_replicated(plan, finder),
-        *notes_on_differences(plan, finder.trial.blocks, finder.axis),
-    ]
+    differences = notes_on_differences(plan, finder.trial.blocks, finder.axis)
+    return [*notes_on_replicated(plan, finder), *differences]
 
 
 # -- stages and the batch -------------------------------------------------------------------------
@@ -508,9 +496,8 @@ def _rest(asked: ProposalRequest) -> list[ProposedRow]:
         over = data[0] if len(data) == 1 else tuple(data)
         rows.append(ProposedRow((), make_call("zero", stage=0 if sliced else 1, over=over)))
     if stages is not None:
-        rows.append(
-            ProposedRow((), make_call("pipeline", order="1F1B", micro=_micro(asked, count)))
-        )
+        order = make_call("pipeline", order="1F1B", micro=_micro(asked, count))
+        rows.append(ProposedRow((), order))
     return rows
 
 
@@ -525,8 +512,7 @@ def _micro(asked: ProposalRequest, stages: int) -> int:
 
 
 def _cut(asked: ProposalRequest, axis: str, stages: int) -> ProposedRow:
-    """Return the row that splits the lists of blocks: all outermost lists, else the largest
-    alone."""
+    """Return the row that splits lists of blocks: all outermost ones, else the largest alone."""
     facts, lists = asked.blocks.facts, asked.blocks.lists
     outer = [name for name in lists if "*" not in name.split(".")]
     outer.sort(key=lambda name: list(facts.sites).index(name))

@@ -43,7 +43,7 @@ from schedlang.passes.lower.step_parts import (
     slice_state,
 )
 from schedlang.passes.partition.recomputed_chains import Chains
-from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shard_modules
+from schedlang.passes.partition.staging import Staged, shard_modules, stage_fields
 from schedlang.passes.propagate.casts import (
     cast_loss,
     cast_modules,
@@ -170,9 +170,8 @@ class Builder:
     module: nn.Module
     traced: Traced
     ranks: RankGroups
-    chains: Chains = field(
-        default_factory=dict
-    )  # sites of a row -> its choice for the memory limit
+    # sites of a row -> its choice for the memory limit
+    chains: Chains = field(default_factory=dict)
     bits: BitTable = field(default_factory=dict)  # of saved tensors, by module
     staged: Staged | None = None
     region: CastRegion | None = None
@@ -288,6 +287,8 @@ def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
 
 
 def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
+    import torch
+
     from schedlang.runtime.assembly import Assembly
 
     if plan.completions:
@@ -300,21 +301,18 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     if options.check is not None:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
-    module = builder.module
-    sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    found = _local_parameters(builder, holdings)
+    sliced = slice_state(plan, builder.module, ranks, prepared) if plan.replicas else {}
+    held, module = _local_parameters(builder, holdings), builder.module
     offloaded = None
     if plan.stores and not options.on_meta:
-        offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
-    planned = reductions(plan, traced, holdings)
-    sums = build_reductions(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = (
-        _make_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
-    )
+        offloaded = offload_state(builder, holdings, held, sliced, options.optimizer)
+    needed = reductions(plan, traced, holdings)
+    sums = build_reductions(plan, needed, held, ranks) if needed or plan.data_axes else ()
+    draws = _rank_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
-    compressor = (
-        build_compressor(plan, planned, holdings, found, ranks) if plan.compression else None
-    )
+    early = build_early_reductions(plan, staged, held, sums) if plan.overlaps else None
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
+    compressor = build_compressor(plan, needed, holdings, held, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
@@ -323,25 +321,21 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         ranks=ranks,
         replicas=plan.data_axes,
         microbatches=plan.micro,
-        parameters=found,
+        parameters=held,
         holdings=holdings,
         ties=(*plan.model.ties, *plan.model.shared_buffers),
         reductions=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
-        adapter_changes=tuple(
-            change for change in plan.model.changes if isinstance(change, AdapterChange)
-        ),
-        loss_dtype=_loss_dtype(plan),
+        adapter_changes=tuple(c for c in plan.model.changes if isinstance(c, AdapterChange)),
+        loss_dtype=torch.float64 if wide else torch.float32,  # losses are sums of many terms
         weight=options.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
         region=builder.region,
-        early_reductions=build_early_reductions(plan, staged, found, sums)
-        if plan.overlaps
-        else None,
-        dropout=dropout.active,
-        native=dropout.native,
-        logical_dropout_reason=dropout.logical_reason,
+        early_reductions=early,
+        dropout=draws.active,
+        native=draws.native,
+        logical_dropout_reason=draws.logical_reason,
         batch_keys=frozenset(batch),
         gather_routes=prepared.gather_routes,
         no_loss=traced.missing_loss,
@@ -349,7 +343,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         row_weights=plan.share_weights if any(one.rows for one in plan.replicas) else None,
-        **(_stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
+        **(stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _make_program(plan, staged, assembly, offloaded, options)
 
@@ -422,7 +416,7 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
     return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
 
 
-def _make_dropout(
+def _rank_dropout(
     builder: Builder, prepared: Prepared, batch: Mapping[str, Any], options: Options
 ) -> RankDropout:
     """Return the random draws of this rank, of the kind that the options request."""
@@ -433,21 +427,6 @@ def _make_dropout(
     sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
     requested = DropoutOptions(kind, options.seed, row_count(sample), options.on_meta)
     return dropout_of(plan, prepared, builder.ranks, builder.module, requested)
-
-
-def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
-    """Return the fields of an Assembly that only a model of several stages has."""
-    frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
-    last = dict.fromkeys(plan.mesh.sizes, 0) | {axis: staged.ranks[-1]}
-    return {
-        "stage_axis": axis,
-        "buffer_stages": buffer_stages(staged),
-        "buffer_homes": next(iter(buffer_homes(staged)), {}),
-        "last_rank": plan.mesh.rank(last),
-        "outputs_missing": staged.cut.missing_outputs,
-        # stages forward tensors of frozen modules: their origins get no gradient
-        "backward_ends_early": frozen and staged.cut.sends_constants,
-    }
 
 
 def _make_optimizer(
@@ -603,11 +582,3 @@ def _check_state(plan: Plan) -> None:
             notes=("a module returns it as extra state, which cannot be sharded or saved",),
             helps=("leave it out: override `get_extra_state` in a subclass",),
         )
-
-
-def _loss_dtype(plan: Plan) -> torch.dtype:
-    """Return float64 for a float64 model, else float32: losses are sums of many terms."""
-    import torch
-
-    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
-    return torch.float64 if wide else torch.float32

@@ -418,6 +418,21 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
     return tuple(found)
 
 
+def stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
+    """Return the fields of an Assembly that only a model of several stages has."""
+    frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
+    last = dict.fromkeys(plan.mesh.sizes, 0) | {axis: staged.ranks[-1]}
+    return {
+        "stage_axis": axis,
+        "buffer_stages": buffer_stages(staged),
+        "buffer_homes": next(iter(buffer_homes(staged)), {}),
+        "last_rank": plan.mesh.rank(last),
+        "outputs_missing": staged.cut.missing_outputs,
+        # stages forward tensors of frozen modules: their origins get no gradient
+        "backward_ends_early": frozen and staged.cut.sends_constants,
+    }
+
+
 def peer_stores(plan: Plan, *what: str) -> list[OffloadedTensors]:
     """Return the offloads of a plan to a peer, of the given kinds or of all kinds."""
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]

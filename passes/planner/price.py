@@ -86,10 +86,8 @@ def unit_seconds_by_cause(unit: Unit, where: AxisStrides, cluster: Cluster) -> t
             beside = sum(found.values())
             whole, own = (copy - cluster.overlap * min(copy, beside) for copy in copies)
             found[HOST], more[HOST] = whole, own - whole
-    weighed = (
-        op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
-    )
-    products = Work(tuple(weighed))
+    every = unit.backward.operators
+    products = Work(tuple(op for op in every if op.kind == "product" == (op.cause or op.kind)))
     half = {cause: took / 2 for cause, took in _work_seconds(products, sizes, cluster).items()}
     return ahead, back, half, fore, hind
 
@@ -163,9 +161,8 @@ def price(
         parts["idle"] = step.span - sum(parts.values())
     parts["gradients"] = _total(step.data, weights)
     parts["optimizer"] = _total(step.update, weights)
-    return Price(
-        sum(parts.values()), peak_bytes(chain, setting, recipe, step.made, step.again), parts
-    )
+    fullest = peak_bytes(chain, setting, recipe, step.made, step.again)
+    return Price(sum(parts.values()), fullest, parts)
 
 
 def step_seconds_by_cause(
@@ -254,21 +251,13 @@ def _step(
     once, more = made[mine].sum(0), again[mine].sum(0)
     forward, backward, _, out, home = tables
     busiest = setting.passes * (once @ (forward + backward) + more @ (out + home))
-    held, units = (
-        parameters_by_place(chain, made, rank, setting.pp).max(0),
-        round(float(once.sum())),
-    )
-    data = dict(
-        replica_seconds(
-            setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights
-        )
-    )
+    held = parameters_by_place(chain, made, rank, setting.pp).max(0)
+    units, by_cause = round(float(once.sum())), dict(zip(names, busiest.tolist()))
+    data = dict(replica_seconds(setting, held, units, cluster, recipe, by_cause, weights))
     for cause, took in tied_grad_seconds(chain, setting, cluster, recipe, made, rank):
         data[cause] = data.get(cause, 0.0) + took
-    span, update = (
-        way.seconds(f, i, w, send),
-        {"optimizer": optimizer_seconds(setting, held, cluster, recipe)},
-    )
+    span = way.seconds(f, i, w, send)
+    update = {"optimizer": optimizer_seconds(setting, held, cluster, recipe)}
     return _Step(names, weight, tables, made, again, busiest, way, span, send, sent, data, update)
 
 
@@ -280,7 +269,8 @@ def split_backward_stages(setting: Setting, again: Array | None = None) -> NDArr
     """
     if again is None:
         again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
-    found: NDArray[np.bool_] = (again == 0) & (not _gathered(setting))
+    gathered = setting.zero > 0 and setting.dp > 1
+    found: NDArray[np.bool_] = (again == 0) & (not gathered)
     return found
 
 
@@ -292,10 +282,6 @@ def weight_grad_seconds(setting: Setting, backward: Array, weights: Array) -> Ar
     found: Array = split_backward_stages(setting)[:, None] * weights
     found[0] = np.where(split_backward_stages(setting)[0], backward[0], 0.0)
     return found
-
-
-def _gathered(setting: Setting) -> bool:
-    return setting.zero > 0 and setting.dp > 1
 
 
 def check_equal_ranks(cluster: Cluster) -> None:
@@ -373,9 +359,7 @@ def parameters_by_place(chain: Chain, made: Array, rank: NDArray[np.int64], plac
     A rank holds tied parameters once.
     """
     units = [run.unit for run in chain.runs]
-    each = np.array(
-        [[unit.numel - unit.expert_numel, unit.expert_numel] for unit in units], dtype=float
-    )
+    each = np.array([[u.numel - u.expert_numel, u.expert_numel] for u in units], dtype=float)
     found = np.zeros((places, 2))
     np.add.at(found, rank, made @ each)
     for first, second in chain.tied:
@@ -518,9 +502,8 @@ def peak_bytes(
         [[one.kept, one.input, one.peak, one.entering, one.waiting] for one in units]
     ).T
     back, coming = kept - less, np.zeros(len(units))
-    if (
-        setting.placement.offloads_activations
-    ):  # the next unit's activations are there too, or still leaving
+    # the next unit's activations are there too, or still leaving
+    if setting.placement.offloads_activations:
         parked, inputs = (less < kept) * kept, (less < kept) * less
         coming = 2 * parked
         kept, most = kept - parked, most + coming
@@ -543,9 +526,8 @@ def gradient_bytes(
 
     A tied parameter that a rank has at two stages counts at the later one: its backward runs first.
     """
-    sizes = np.array(
-        [[r.unit.numel - r.unit.expert_numel, r.unit.expert_numel] for r in chain.runs]
-    )
+    units = [run.unit for run in chain.runs]
+    sizes = np.array([[unit.numel - unit.expert_numel, unit.expert_numel] for unit in units])
     split = zero_shards(setting) if setting.zero > 1 else np.ones(2)
     each = (sizes / split).sum(1) * float(recipe.gradient)
     found: Array = made * each
@@ -558,9 +540,9 @@ def gradient_bytes(
 def activation_bytes(
     setting: Setting, made: Array, again: Array, each: Array, grown: Array
 ) -> Array:
-    """Bytes of in-flight microbatches and of the fullest moment of a unit, for each place; in
-    addition to all gradients, `grown` [stages, runs], less those that do not exist yet at that
-    moment.
+    """Bytes of in-flight microbatches and of the fullest moment of a unit, for each place.
+
+    They are added to all gradients, `grown` [stages, runs], less those that do not exist by then.
 
     Rows of `each`, of one unit of each run: bytes saved for its backward; bytes saved where it is
     recomputed; the most besides these; what the first unit of a stage saves besides; what waits

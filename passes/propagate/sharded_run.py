@@ -61,10 +61,9 @@ def leaves_of(plan: Plan) -> dict[str, ShardedLeaf]:
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
         own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
-        split_kind = kind if own else ""
         last = bias.name if bias and pending else None
         inner = _full_adapter_parameters(plan, site, wanted) if len(site.dims) > 2 else ()
-        leaves[fqn] = ShardedLeaf(fqn, split_kind, wanted, names, last, inner)
+        leaves[fqn] = ShardedLeaf(fqn, kind if own else "", wanted, names, last, inner)
     return leaves
 
 
@@ -115,9 +114,8 @@ def _check_ties(plan: Plan) -> None:
 def _missing_row(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
     site, axis = plan.model.owner(used), split.axis
     owners = [plan.model.owner(other) for other in plan.model.parameters[name].names]
-    row = next(
-        a for a in plan.actions if {o.fqn for o in owners} & {*a.sites} or shards_module(a, name)
-    )
+    owned = {owner.fqn for owner in owners}
+    row = next(a for a in plan.actions if owned & {*a.sites} or shards_module(a, name))
     words = any(owner.is_a("Embedding") for owner in owners)
     styles = ("vocab" if words else "col", "col" if site.is_a("Embedding") else "row")
     style = styles[split.dim ^ site.is_a("Conv1D")] if split.dim < 2 else styles[0]
@@ -135,9 +133,8 @@ def same_module_of_layers(plan: Plan, fqn: str) -> list[str]:
     """Return the modules of the same kind whose names differ from `fqn` in numbers only."""
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
     kind = plan.model.sites[fqn].kind
-    return [
-        name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind
-    ]
+    sites = plan.model.sites.items()
+    return [name for name, s in sites if pattern.fullmatch(name) and s.kind == kind]
 
 
 def hoist_gather(fqn: str, known: ShardedLeaf | None, axis: str) -> ShardedLeaf:
@@ -159,9 +156,8 @@ def _wanted_by_projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -
     layout = plan.effective_layout(weight.name) if weight is not None else None
     split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
     if not kind or split is None or layout is None or weight is None:
-        return AxisRequest(
-            axis, entry, output, None, splits=False, differ=boundary.replicated_output
-        )
+        differ = boundary.replicated_output
+        return AxisRequest(axis, entry, output, None, splits=False, differ=differ)
     name = site.dims["weight"][split.dim]
     blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
     weight_layout = S(-1, blocks, split.uneven)
@@ -230,7 +226,7 @@ def _wanted_results(plan: Plan, fqn: str, boundary: Boundary) -> AxisRequest:
     """Return the layout of a product's results, which is that of its weight."""
     from schedlang.runtime.propagation.dry_run import AxisRequest
 
-    site, output = plan.model.sites[fqn], boundary.output
+    site, entry, output = plan.model.sites[fqn], boundary.input, boundary.output
     weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
     if site.is_a("Embedding"):
         return AxisRequest(boundary.axis, None, output, S(-1), splits=False)
@@ -238,7 +234,6 @@ def _wanted_results(plan: Plan, fqn: str, boundary: Boundary) -> AxisRequest:
     blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
     computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
     cut = weight.shape[outer] if head else None
-    entry = boundary.input
     return AxisRequest(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
 
 
@@ -256,8 +251,8 @@ def _check_data(plan: Plan, fqn: str) -> None:
     label = Label(row.span)
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
         said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
-        add = f"add `zero(stage=0, over={first[0]})` at the end"
-        raise Refusal.of("S510", said, label, helps=(add,))
+        helps = (f"add `zero(stage=0, over={first[0]})` at the end",)
+        raise Refusal.of("S510", said, label, helps=helps)
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
             said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
@@ -294,8 +289,7 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], AxisRequest]] = {
 
 def shards_module(action: Action, fqn: str) -> bool:
     """Return whether a row shards the module or a module inside it."""
-    shards = action.changes(Facet.PLACEMENT)
-    return shards and any(is_inside(s, fqn) for s in action.sites)
+    return action.changes(Facet.PLACEMENT) and any(is_inside(s, fqn) for s in action.sites)
 
 
 Loss = Callable[..., Any]
@@ -414,9 +408,8 @@ class ShardedRun:
 
         if frame not in self.call_inputs and frame[0]:
             self.call_inputs[frame] = tree  # inputs come first
-        notes = (
-            None if self.follower.after_logits else tuple(map(self.follower.of, tensors_in(tree)))
-        )
+        known = not self.follower.after_logits
+        notes = tuple(map(self.follower.of, tensors_in(tree))) if known else None
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
@@ -432,9 +425,8 @@ class ShardedRun:
             with kept, without_values(self.batch) as (inputs, _):
                 for given in tensors_in(inputs):
                     self.follower.put(given, Note(data=True))
-                with Trace(
-                    self.stack, self.follower, asked=self.recording.original.uses_batch_conditions
-                ):
+                asked = self.recording.original.uses_batch_conditions
+                with Trace(self.stack, self.follower, asked=asked):
                     output, _ = run_forward(model, inputs, self.loss)
             for tensor in tensors_in(output):
                 for axis, tag in self.follower.of(tensor).tags.items():
@@ -464,11 +456,9 @@ class ShardedRun:
         model.train()
         for name, tensor in model.named_parameters():
             owner = name.rpartition(".")[0]
-            tags = {
-                s.axis: Tag(s.dim, s.blocks, owner, s.uneven)
-                for s in plan.effective_layout(name).splits
-            }
-            for split in plan.effective_layout(name).splits:
+            splits = plan.effective_layout(name).splits
+            tags = {s.axis: Tag(s.dim, s.blocks, owner, s.uneven) for s in splits}
+            for split in splits:
                 self.follower.uneven_splits.setdefault(split.axis, set()).add(split.uneven)
                 if split.uneven.repeat > 1:
                     self.follower.repeats = True
@@ -479,8 +469,8 @@ class ShardedRun:
             self._divide(model)
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
-            known = leaf, module, module.forward, self.follower, self.edges
-            module.forward = partial(dry_forward, *known)
+            before = module.forward
+            module.forward = partial(dry_forward, leaf, module, before, self.follower, self.edges)
         self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
         return model
 
@@ -504,20 +494,17 @@ class ShardedRun:
                     set_number(model.get_submodule(fqn), one.attribute, one.local)
                     self.numbers.append((fqn, one.attribute, one.local))
         for fqn, sizes in self._chosen(SizeChoice):
-            self.counted_sizes[fqn] = tuple(
-                SizeArgument(one.name, one.dim, one.parts) for one in sizes
-            )
-            module = model.get_submodule(fqn)
-            wrap(module, "sizes", SizesLayer(module, self.counted_sizes[fqn]))
+            counted = tuple(SizeArgument(one.name, one.dim, one.parts) for one in sizes)
+            module, self.counted_sizes[fqn] = model.get_submodule(fqn), counted
+            wrap(module, "sizes", SizesLayer(module, counted))
         for fqn, cuts in self._chosen(ArgumentChoice):
             module, parts = model.get_submodule(fqn), tuple[ArgumentShard, ...]()
             for cut in cuts:
                 group = Group((cut.axis,), tuple(range(self.sizes[cut.axis])), 0, None, fqn)
                 edge = Edge(group, R, S(cut.dim), R, R, False)
                 parts = (*parts, ArgumentShard(cut.name, cut.dim, cut.unit, edge))
-            module.forward = dry_run_arguments(
-                module, parts, self.follower, partial(self._note_cut, fqn)
-            )
+            note = partial(self._note_cut, fqn)
+            module.forward = dry_run_arguments(module, parts, self.follower, note)
 
     def _note_cut(self, fqn: str, part: ArgumentShard, now: ArgumentShard | None) -> None:
         """Note how an argument is split; raise Mismatch if two calls differ."""
@@ -534,8 +521,7 @@ class ShardedRun:
         chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
         for fqn, below in self.inner_splits.items():
             of = self.plan.model.sites[fqn].classes[0], below
-            mine = [one for one in chosen if one[:2] == of]
-            if mine:
+            if mine := [one for one in chosen if one[:2] == of]:
                 yield fqn, mine
 
     def candidates(self, failure: Mismatch) -> list[Choice]:

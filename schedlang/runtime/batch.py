@@ -75,9 +75,8 @@ class BatchPart:
     inputs: dict[str, Any]
     rows: tuple[int, ...]
     token_shard: Any = None  # the layout of its tokens, if ranks split sequences
-    weight_inputs: dict[str, Any] | None = (
-        None  # what its weight is computed from; None: its inputs
-    )
+    # what its weight is computed from; None: its inputs
+    weight_inputs: dict[str, Any] | None = None
 
 
 def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
@@ -95,9 +94,8 @@ def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
 
 def dotted_path(keys: Sequence[Any]) -> str:
     """Return the path that pytree gives for a nested value as dotted text: `side.scale.0`."""
-    words = (
-        [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
-    )
+    known = ("key", "idx", "name")
+    words = ([getattr(key, word) for word in known if hasattr(key, word)] for key in keys)
     return ".".join(str(word[0]) for word in words)
 
 
@@ -138,8 +136,7 @@ def check_batch(batch: object) -> None:
 
 
 def row_count(batch: Batch) -> int:
-    """Return the number of rows (samples) of a batch: the size of dim 0 of its first tensor with
-    dims.
+    """Return the number of rows (samples) of a batch: dim 0 of its first tensor with dims.
 
     Raises Refusal S605 for a batch that has none.
     """
@@ -182,8 +179,7 @@ _APART = (
 
 
 def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
-    """List objects with tensors that cannot be split: key, object (a list's first), samples if
-    known."""
+    """List unsplittable objects with tensors: key, object (a list's first), samples if known."""
     found: list[tuple[str, Any, int | None]] = []
     for key, value in () if pytree.is_flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
@@ -203,8 +199,7 @@ def _check_closed(batch: Batch, count: int) -> None:
                 "S670",
                 f"the batch cannot be split by rows: `{key}` is made of `{type(one).__name__}`",
                 notes=(
-                    f"it has {samples} samples, as many as the batch has rows, but"
-                    f" objects of"
+                    f"it has {samples} samples, as many as the batch has rows, but objects of"
                     " this class cannot be split",
                 ),
                 helps=(
@@ -329,9 +324,8 @@ def largest_part(batch: Batch, replicas: RowShares, micro: int) -> dict[str, Any
         share = range((count + replicas - 1) // replicas)
     else:
         share = max(split_rows(count, replicas), key=len)
-    return select_rows(
-        batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count
-    )
+    end = share.start + (len(share) + micro - 1) // micro
+    return select_rows(batch, range(share.start, end), count)
 
 
 def splits_evenly(batch: Batch, replicas: RowShares, micro: int) -> bool:
@@ -350,22 +344,17 @@ def _enough(batch: Batch, among: RowShares, micro: int) -> int:
     else:
         each = (min(map(len, split_rows(rows, among))) for rows in itertools.count(count))
         replicas, least = len(among), next(each)
-        needed = (
-            count
-            if least >= micro
-            else next(n for n, k in enumerate(each, count + 1) if k >= micro)
-        )
+        larger = (n for n, k in enumerate(each, count + 1) if k >= micro)
+        needed = count if least >= micro else next(larger)
         dealt = f", rows dealt {' : '.join(map(str, among))}"
     if replicas * micro > 1:
         _check_closed(batch, count)
     if least < micro:
+        parts = f"{micro} microbatch{'es' * (micro > 1)} each"
         raise Refusal.of(
             "S606",
             f"the batch has {count} row{'s' * (count != 1)}, but {needed} are needed",
-            notes=(
-                f"{replicas} data-parallel ranks with {micro} microbatch{'es' * (micro > 1)} each"
-                + dealt,
-            ),
+            notes=(f"{replicas} data-parallel ranks with {parts}{dealt}",),
             helps=(f"use a batch of at least {needed} rows",),
         )
     return count
@@ -586,9 +575,8 @@ def _labels(model: Any, batch: Mapping[str, Any]) -> str:
     """Return the key of the labels: by a usual name, or the first key that the forward rejects."""
     names = named_arguments(model)
     remaining = [key for key in batch if names is not None and key not in names]
-    return next(
-        (key for key in LABEL_NAMES if key in batch), remaining[0] if remaining else LABEL_NAMES[0]
-    )
+    first = (remaining or LABEL_NAMES)[0]
+    return next((key for key in LABEL_NAMES if key in batch), first)
 
 
 def _word(path: Any) -> str:

@@ -40,14 +40,12 @@ CallFrame = tuple[str, int]  # a module's name, and which of its calls in one pa
 # of one call. Inputs: ("input", its own frame, index) from its caller, ("output", the frame of a
 # called module, index). Outputs: ("hands", the frame of a called module or its own, index)
 TensorPlace = tuple[str, CallFrame, int]
-ShardStarts = list[
-    int | None
-]  # the first class of this rank's shard, for vocabulary-sharded logits
+# the first class of this rank's shard, for vocabulary-sharded logits
+ShardStarts = list[int | None]
 
 
 def describe_frame(frame: CallFrame) -> str:
-    """Return a call as messages name it: the module, and from the second on the number of the
-    call."""
+    """Return a call as messages name it: the module, and the number of a second or later call."""
     name, turn = frame
     return (name or "the model") + (f" (call {turn + 1})" if turn else "")
 
@@ -58,9 +56,8 @@ class OriginalCall:
 
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
-    gradients: dict[TensorPlace, Tensor] = field(
-        default_factory=dict
-    )  # without those that are None
+    # without those that are None
+    gradients: dict[TensorPlace, Tensor] = field(default_factory=dict)
     # by name; gradients through this call only
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
@@ -69,9 +66,8 @@ class OriginalCall:
 class RunningCall:
     """A call that has not returned.
 
-    given   the tensors that it got; hands: those that it passed on
-    starts  first classes of those that are vocabulary-sharded logits
-    undo    restore the containers of its arguments
+    starts  first classes of those tensors that are vocabulary-sharded logits
+    undo    restores what the containers of its arguments held before
     """
 
     frame: CallFrame
@@ -79,8 +75,8 @@ class RunningCall:
     inputs: list[Tensor]
     received: dict[TensorPlace, Tensor] = field(default_factory=dict)
     passed_on: dict[TensorPlace, Tensor] = field(default_factory=dict)
-    starts: dict[TensorPlace, int] = field(default_factory=dict)  # of those that are split logits
-    undo: pytree.Undo = field(default_factory=list)  # what its containers held before
+    starts: dict[TensorPlace, int] = field(default_factory=dict)
+    undo: pytree.Undo = field(default_factory=list)
 
 
 class IsolatedModules(ABC):
@@ -174,18 +170,13 @@ class IsolatedModules(ABC):
         """Return the gradients of a call's inputs and of its own parameters, for the cotangents."""
         hands = {p: t for p, t in call.passed_on.items() if t.requires_grad}
         given = {p: t for p, t in call.received.items() if t.requires_grad}
-        parameters = {
-            n: p for n, p in call.module.named_parameters(recurse=False) if p.requires_grad
-        }
+        named = call.module.named_parameters(recurse=False)
+        parameters = {n: p for n, p in named if p.requires_grad}
         if not hands or not (given or parameters) or not torch.is_grad_enabled():
             return {}, {}
         cotangents = [self.cotangent(place, value) for place, value in hands.items()]
-        found = torch.autograd.grad(
-            list(hands.values()),
-            [*given.values(), *parameters.values()],
-            cotangents,
-            allow_unused=True,
-        )
+        inputs = [*given.values(), *parameters.values()]
+        found = torch.autograd.grad([*hands.values()], inputs, cotangents, allow_unused=True)
         back = {p: g for p, g in zip(given, found) if g is not None}
         rest = found[len(given) :]
         return back, {n: g for n, g in zip(parameters, rest) if g is not None}
@@ -229,8 +220,7 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
 
 
 def replace_tensors(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Replace the tensors among leaves; the new ones may be modified in place, as a module's
-    outputs may."""
+    """Replace the tensors among leaves; as a module's outputs, they may be modified in place."""
     out: list[Any] = []
     rest = iter(tensors)
     for leaf in leaves:
@@ -328,8 +318,7 @@ class RankView:
         return notes[place] if notes is not None and place < len(notes) else None
 
     def shard_of(self, whole: Tensor, note: Note, start: int | None, like: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor; of sharded logits as many classes as `like`
-        has."""
+        """Return this rank's shard of a full tensor; of sharded logits the classes of `like`."""
         whole = whole.detach()
         if start is not None:
             return whole[..., start : start + like.shape[-1]]
@@ -348,8 +337,7 @@ class RankView:
 
 
 def _select_padded(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
-    """Select indices of a dim; indices behind its end are padding, and take the values of
-    `like`."""
+    """Select indices of a dim; those behind its end are padding, with the values of `like`."""
     size = whole.shape[dim]
     there = torch.tensor([index < size for index in positions])
     found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
@@ -372,15 +360,12 @@ class Finding:
 
 @dataclass
 class OutputComparison:
-    """Compares what every module returns in an ordinary run.
-
-    calls  those of the original, for each microbatch of this rank
-    seen   (microbatch, call) -> its error, and whether it is within the tolerance
-    """
+    """Compares what every module returns in an ordinary run."""
 
     view: RankView
     calls: Sequence[OriginalCalls]  # of the original, for each microbatch of this rank
     stage: int = 0
+    # (microbatch, call) -> its error, and whether it is within the tolerance
     errors: dict[tuple[int, CallFrame], tuple[float, bool]] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     opaque: frozenset[str] = frozenset()
@@ -478,13 +463,7 @@ class IsolatedComparison(IsolatedModules):
         return None if elsewhere else call
 
     def _compare(
-        self,
-        frame: CallFrame,
-        what: str,
-        got: Tensor,
-        want: Tensor,
-        scale: float,
-        back: bool = False,
+        self, frame: CallFrame, what: str, got: Tensor, want: Tensor, scale: float, back: bool
     ) -> None:
         error = relative_error(got.detach(), want, scale)
         if not error <= RTOL:
@@ -518,10 +497,9 @@ class IsolatedComparison(IsolatedModules):
             self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
             return tensors
         self.judged.add(call.frame[0])
-        forced = self._forced(
-            call.frame, call.frame, "its output", original.outputs, tensors, starts, False
-        )
-        if same and call.frame not in self.view.spanning:
+        frame, outputs = call.frame, original.outputs
+        forced = self._forced(frame, frame, "its output", outputs, tensors, starts, False)
+        if same and frame not in self.view.spanning:
             self._backward(call, original)
         return [*forced, *tensors[len(forced) :]]
 
@@ -544,7 +522,7 @@ class IsolatedComparison(IsolatedModules):
                 continue
             want = self.view.shard_of(whole, note or Note(), start, got)
             if guilty is not None:
-                self._compare(guilty, what, got, want, scale)
+                self._compare(guilty, what, got, want, scale, False)
                 flows = whole.requires_grad and torch.is_grad_enabled()
                 if flows and not got.requires_grad and guilty not in self.view.spanning:
                     self.findings.append(Finding(guilty, f"{what} is detached", math.inf, True))
@@ -594,8 +572,7 @@ class IsolatedComparison(IsolatedModules):
             first = self.view.names[call.frame[0], name]
             holding = replace(self.view.holdings[first], sliced=())
             part = shard_of(whole, holding, self.view.mesh, self.view.rank)
-            mine = own.get(name)
-            mine = torch.zeros_like(part) if mine is None else mine
+            mine = own.get(name, torch.zeros_like(part))
             got = self.view.all_reduce(mine, self.view.partial.get(first, frozenset()))
             self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
 

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import (
-    Refusal,
-    facts_of_unknown,
-    find_closest,
-    refuse_methods_at_caller,
-)
+from schedlang.diagnostics.diagnostic import Refusal, refuse_methods_at_caller
 from schedlang.diagnostics.tables import format_count, html_table
 from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime import full_tensors, weight_export
@@ -60,7 +55,7 @@ from schedlang.runtime.pipeline.measured_times import StepTimer
 from schedlang.runtime.pipeline.step import MicrobatchResult
 from schedlang.runtime.pipeline.weight_versions import WeightVersions, sum_update_weights
 from schedlang.runtime.scope import Scope, enter_scope
-from schedlang.runtime.step_batch import BatchComparison, split_step_batch
+from schedlang.runtime.step_batch import BatchComparison, check_batch_names, split_step_batch
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
@@ -100,12 +95,10 @@ class Program:
     left_out: dict[str, str] = field(default_factory=dict)
     _inputs: list[BatchPart] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    _weights_of_ranks: Sequence[
-        Sequence[Number]
-    ] = ()  # the weights of a step, by replica and microbatch
-    _same_shapes: Callable[[], bool] | None = (
-        None  # whether the parts of all ranks have the same shapes
-    )
+    # the weights of a step, by replica and microbatch
+    _weights_of_ranks: Sequence[Sequence[Number]] = ()
+    # whether the parts of all ranks have the same shapes
+    _same_shapes: Callable[[], bool] | None = None
     _norm: Tensor | float | None = None  # norm of the last step's gradients, on the device
     # the flags of the last step
     _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None
@@ -158,17 +151,14 @@ class Program:
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
         held = sum(parameter.numel() for parameter in a.parameters.values())
+        optimizer, drawn = self.optimizer, a.logical_dropout_reason
         facts = {
             "rank": f"{a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else "",
             "parameters here": format_count(held),
             "microbatches": str(a.microbatches) if a.microbatches > 1 else "",
-            "optimizer": type(self.optimizer).__name__
-            if self.optimizer is not None
-            else "no optimizer",
+            "optimizer": "no optimizer" if optimizer is None else type(optimizer).__name__,
             "step": str(self.step),
-            "dropout": f"drawn logically ({a.logical_dropout_reason})"
-            if a.logical_dropout_reason
-            else "",
+            "dropout": f"drawn logically ({drawn})" if drawn else "",
         }
         return {name: said for name, said in facts.items() if said}
 
@@ -182,8 +172,7 @@ class Program:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts that the rows of a batch are split into: a sampler's
-        `num_replicas`."""
+        """The number of parts into which a batch's rows are split: a sampler's `num_replicas`."""
         return self.assembly.ranks.mesh.size(self.assembly.row_axes)
 
     @property
@@ -209,15 +198,14 @@ class Program:
 
     @waits_for_ranks()
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
-        """Run forward, backward, reduction, clipping and optimizer step; return the full batch's
-        loss.
+        """Run forward, backward, reduction, clipping, optimizer step; return the batch's loss.
 
         `clip` bounds the true global norm of the gradients. Without an optimizer the gradients stay
         for the caller's own. Submodules in eval while the model trains stay so. With stale weights
         a step makes several updates, each by the mean of its own microbatches; the loss is the mean
         over all of them, each under the weights that it ran with.
         """
-        self._check_names(batch)
+        check_batch_names(batch, self.assembly.batch_keys)
         # on all ranks: else others would wait for the last stage
         if self.assembly.no_loss is not None:
             raise Refusal(self.assembly.no_loss)
@@ -229,9 +217,7 @@ class Program:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
-            parts = self._inputs = [
-                replace(part, inputs=with_leaf_tensors(part.inputs)) for part in parts
-            ]
+            parts = self._inputs = [replace(p, inputs=with_leaf_tensors(p.inputs)) for p in parts]
         if self._versions is None:
             times = 1.0 if self.loss_scale is None else self.loss_scale.scale
             results = self._run(parts, [times * w / total for w in weights], train=True)
@@ -292,7 +278,7 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
         if self.assembly.tokens is not None:  # names decide which inputs are split
-            self._check_names(batch)
+            check_batch_names(batch, self.assembly.batch_keys)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -342,26 +328,6 @@ class Program:
         output, self.left_out = full_output(self.assembly, made, layout)
         return output
 
-    def _check_names(self, batch: Batch) -> None:
-        """Refuse names that were not in the batch of `build`: weights of parts may need them."""
-        known = self.assembly.batch_keys
-        if type(batch) is dict and known.issuperset(batch):
-            return
-        check_batch(batch)
-        new = [name for name in batch if name not in known]
-        if new and known:
-            near = find_closest(new[0], [name for name in known if name not in batch])
-            raise Refusal.of(
-                "S619",
-                f"the key `{new[0]}` of the batch was not in the batch of `build`",
-                notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
-                helps=(
-                    *((f"did you mean `{near}`?",) if near else ()),
-                    "build with a batch that has all keys of training: `sch.build(batch=batch)`",
-                ),
-                facts=facts_of_unknown(new[0], (near,) if near else ()),
-            )
-
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
     ) -> tuple[list[BatchPart], list[Number], Number]:
@@ -377,7 +343,6 @@ class Program:
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, MicrobatchResult]:
         a = self.assembly
-
         which = 0 if train else self.evaluated[1]
         scopes = [
             Scope(self.step, place, part.rows, which, self._same_shapes)
@@ -442,10 +407,8 @@ class Program:
         a.local_parameters.drop_unwritten()
         if a.early_reductions is not None:
             a.early_reductions.finish()
-        sum_gradients(
-            a.local_parameters,
-            a.reductions if a.early_reductions is None else a.early_reductions.rest,
-        )
+        rest = a.reductions if a.early_reductions is None else a.early_reductions.rest
+        sum_gradients(a.local_parameters, rest)
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
@@ -478,9 +441,8 @@ class Program:
             scale.set_overflow(both[end:])
         if any(not here and name in a.trained for name, here in zip(names, used)):
             sums = both[2:end].tolist()
-            for name, count in zip(
-                names, unpack_counts(sums, len(names), a.ranks.mesh.world, both.dtype)
-            ):
+            counts = unpack_counts(sums, len(names), a.ranks.mesh.world, both.dtype)
+            for name, count in zip(names, counts):
                 # unused on all ranks: no gradient, as in a plain loop
                 if not count and name in a.trained:
                     drop_gradient(a.parameters[name])
@@ -502,18 +464,12 @@ class Program:
             return 0.0
         shares = [weights[k] / total for k in losses]
         there = on_accelerator(a.ranks.device)  # on the host the shares are plain numbers
-        moved = [
-            self._to_step_device(x.double()) if there else host_number(x) for x in losses.values()
-        ]
+        to, each = a.ranks.device, losses.values()
+        moved = [x.double().to(to) if there else host_number(x) for x in each]
         # nothing to add; a weight that is on the device is not read
         single = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
         share = moved[0] if single else sum_numbers([x * part for x, part in zip(moved, shares)])
         return share.to(torch.float64).reshape(()) if isinstance(share, Tensor) else share
-
-    def _to_step_device(self, value: Tensor) -> Tensor:
-        """Move a tensor to the device that the step's collectives use."""
-        device = self.assembly.ranks.device
-        return value.to(device) if on_accelerator(device) else value.cpu()
 
     def _used_flags(self, used: Sequence[float], like: Tensor) -> Tensor:
         """Return flags of which parameters this rank used, packed, on the device of `like`.
@@ -625,10 +581,9 @@ class Program:
         adapter: bool = False,
         shard: int = weight_export.FILE_BYTES,
     ) -> None:
-        """Write full weights in files of `shard` bytes, with adapters merged into them
-        (`shards.export`);
+        """Write full weights in files of `shard` bytes, with adapters merged into them.
 
-        with `adapter` only the adapters, for PEFT (`shards.export_adapter`).
+        With `adapter` only the adapters, for PEFT. See `weight_export`.
         """
         a = self.assembly
         parts, buffers = full_tensors.local_shards(a), full_tensors.full_buffers(a)

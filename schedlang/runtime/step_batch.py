@@ -11,10 +11,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, find_closest
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Batch, BatchPart, named_tensors, row_count, split_batch
+from schedlang.runtime.batch import (
+    Batch,
+    BatchPart,
+    check_batch,
+    named_tensors,
+    row_count,
+    split_batch,
+)
 from schedlang.runtime.batch_weights import (
     Number,
     are_on_host,
@@ -72,6 +79,26 @@ def split_step_batch(a: Assembly, batch: Batch, local: bool, whole: bool = False
     if not isinstance(weight, Tensor) and weight > 0:
         return mine
     return replace(mine, weights=[if_positive(one, 1.0, weight) for one in mine.weights])
+
+
+def check_batch_names(batch: Batch, known: frozenset[str]) -> None:
+    """Refuse names that were not in the batch of `build`: weights of parts may need them."""
+    if type(batch) is dict and known.issuperset(batch):
+        return
+    check_batch(batch)
+    new = [name for name in batch if name not in known]
+    if new and known:
+        near = find_closest(new[0], [name for name in known if name not in batch])
+        raise Refusal.of(
+            "S619",
+            f"the key `{new[0]}` of the batch was not in the batch of `build`",
+            notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
+            helps=(
+                *((f"did you mean `{near}`?",) if near else ()),
+                "build with a batch that has all keys of training: `sch.build(batch=batch)`",
+            ),
+            facts=facts_of_unknown(new[0], (near,) if near else ()),
+        )
 
 
 def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:

@@ -108,10 +108,8 @@ class AxisPlacement:
 
     def _divides(self, value: str, dim: int) -> bool:
         size = self.graph.values[value].shape[dim]
-        return (
-            size % self.asked.ranks == 0
-            or self.graph.dim_name(value, dim) in self.graph.paddable_dims
-        )
+        paddable = self.graph.paddable_dims
+        return size % self.asked.ranks == 0 or self.graph.dim_name(value, dim) in paddable
 
     @cached_property
     def parameters(self) -> dict[str, list[int]]:
@@ -154,8 +152,7 @@ class AxisPlacement:
     def decided(self, choice: Sequence[int]) -> AxisPlacement:
         """Return a copy with all variables decided, for the next axis."""
         made = AxisPlacement(self.graph, self.asked)
-        options = zip(self.options, choice)
-        made.options = [[one[k]] for one, k in options]
+        made.options = [[one[k]] for one, k in zip(self.options, choice)]
         rest = choice[len(self.graph.nodes) :]
         whole = self.parameters.items()
         made.parameters = {name: [menu[k]] for (name, menu), k in zip(whole, rest)}
@@ -229,11 +226,8 @@ class AxisPlacement:
         if ops is None or way == (0, 0) or not self._expressible(edge, a, c):
             return math.inf
         back = ops[1] if one.grad else ""
-        again = (
-            ops[0]
-            if maker >= 0 and nodes[maker].recomputed and nodes[edge.target].recomputed
-            else ""
-        )
+        twice = maker >= 0 and nodes[maker].recomputed and nodes[edge.target].recomputed
+        again = ops[0] if twice else ""
         return sum(self._send(op, size) for op in (ops[0], back, again) if op)
 
     def rows_permit(self, edge: Edge, a: int, c: int) -> bool:
@@ -244,9 +238,8 @@ class AxisPlacement:
         """
         nodes, told = self.graph.nodes, self.asked.row_dims
         row = told.get(nodes[edge.source[0]].site) if edge.source[0] >= 0 else None
-        entered = (
-            told.get(nodes[edge.target].site, UNMENTIONED)[0] if edge.input_index == 0 else None
-        )
+        target = nodes[edge.target].site
+        entered = told.get(target, UNMENTIONED)[0] if edge.input_index == 0 else None
         a, c = (UNSPLIT if one == ENTERED else one for one in (a, c))
         if entered not in (None, a, c):
             return False
@@ -259,8 +252,7 @@ class AxisPlacement:
         return handed or row[1] in (a, c)
 
     def _expressible(self, edge: Edge, a: int, c: int) -> bool:
-        """Return whether the language can express a redistribution: of tokens, or at a module's
-        end."""
+        """Return whether a redistribution can be written: of tokens, or at a module's end."""
         token = max(a, c)
         if token < 0 or self.graph.dim_name(edge.value, token) in self.graph.token_dims:
             return True
@@ -286,9 +278,8 @@ class AxisPlacement:
         if a == ZERO3 and c == ENTERED:
             often = (1 + bool(block_prefix(name))) * once
             gathered = often * self._portion("all_gather", name, unit, share)
-            return gathered + sums * self._portion(
-                "reduce_scatter", name, unit, share, graph.grad_ratio
-            )
+            back = sums * self._portion("reduce_scatter", name, unit, share, graph.grad_ratio)
+            return gathered + back
         if a == UNSPLIT and c == ENTERED:
             if name in graph.tied and not rows:
                 return math.inf  # the gradient by the other module is not partial
@@ -301,8 +292,7 @@ class AxisPlacement:
 
     @cached_property
     def reduced_together(self) -> Mapping[str, float]:
-        """Bytes of replicated parameters whose gradients are reduced together, by blocks; "*" for
-        all."""
+        """Bytes of replicated parameters whose gradients reduce together, by blocks; "*": all."""
         found: dict[str, float] = {}
         for name, menu in self.parameters.items():
             size = self.graph.bytes(name) * self.graph.values[name].grad
@@ -385,8 +375,7 @@ class MeshPlacement:
         return self.axes[0].variable_index
 
     def choice_on_axis(self, choice: Sequence[int], axis: int) -> tuple[int, ...]:
-        """Return the choice for one of the axes, as indices into the options of its
-        `AxisPlacement`."""
+        """Return the choice for one axis, as indices into the options of its `AxisPlacement`."""
         part, rest = self.axes[axis], choice[len(self.graph.nodes) :]
         found = [
             part.options[at].index(self.options[at][choice[at]][axis])
@@ -412,9 +401,8 @@ class MeshPlacement:
         shares = [1 / p.asked.ranks if o.split else 1.0 for p, o in zip(self.axes, options)]
         share, node = math.prod(shares), graph.nodes[at]
         rows = graph.scale if any(name in graph.batch_values for name in made) else 1.0
-        moved = sum(
-            graph.bytes(one) for one in [*given.values(), *made] if one not in node.inside_kernel
-        )
+        touched = [*given.values(), *made]
+        moved = sum(graph.bytes(one) for one in touched if one not in node.inside_kernel)
         if node.kernels > 1:
             moved += step.inside * rows
         wide = max((graph.values[name].width for name in made), default=HALF_BYTES) / HALF_BYTES
@@ -424,9 +412,8 @@ class MeshPlacement:
         forward = operator(kind, flops, moved * share) + starts
         seconds = forward
         if any(graph.values[name].grad for name in made):
-            seconds += (
-                operator(kind, 2 * flops, 2 * moved * share) + starts + forward * node.recomputed
-            )
+            backward = operator(kind, 2 * flops, 2 * moved * share) + starts
+            seconds += backward + forward * node.recomputed
         inside = zip(self.axes, options, shares)
         sent = sum(part.inner_send_seconds(at, o, share / own) for part, o, own in inside)
         return seconds + sent * (1.5 if node.recomputed else 1.0)
@@ -566,8 +553,7 @@ class MeshPlacement:
         return found
 
     def _edge(self, edge: Edge, seconds: list[Costs], costs: dict[tuple[int, int], Costs]) -> None:
-        """Add the costs of an edge: from its source's layout to each layout that the target
-        reads."""
+        """Add an edge's costs: from its source's layout to each layout that the target reads."""
         options, (node, k), target = self.options, edge.source, edge.target
         wanted = [tuple(one.inputs[edge.input_index] for one in some) for some in options[target]]
         if edge.value in self.shared:

@@ -173,8 +173,7 @@ def _is_scale(found: Any) -> bool:
 
 
 def _is_plain(found: Any) -> bool:
-    """Return whether a value is one that `moments` writes: numbers, texts, tensors, lists of
-    these."""
+    """Return whether an optimizer's state has such values: number, text, tensor, lists of these."""
     if isinstance(found, dict):
         tensor, moved = found.get("tensor"), found.get("moved")
         return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
@@ -219,10 +218,10 @@ def save(
     """Save parameters, buffers, optimizer and step count as a new checkpoint; all ranks together.
 
     `path` is a folder of checkpoints, that of rank 0: each has a folder of its own,
-    `step-00000012`, and `latest` names the last one when it is completely on the disk. Then `keep -
-    1` older ones stay (None: all). Each rank writes the parts for which it is primary, as boxes of
-    full tensors by original name, in the format of torch.distributed.checkpoint, and plain data
-    given as `read_beside`. Raises Refusal S631, S632, S637 or S638 on all ranks; then every older
+    `step-00000012`, and `latest` names the last one when it is completely on the disk. Then
+    `keep - 1` older ones stay (None: all). Each rank writes the parts for which it is primary, as
+    boxes of full tensors by original name, in the format of torch.distributed.checkpoint, and plain
+    data, `beside`. Raises Refusal S631, S632, S637 or S638 on all ranks; then every older
     checkpoint is unchanged.
     """
     prepare_checkpoint(program, path, keep, beside).write()
@@ -278,18 +277,15 @@ def prepare_checkpoint(
     beside_data = run_on_all_ranks(
         lambda: _check_beside(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
     )
-    target, id_ = comm.broadcast_object(
-        0, (checkpoint_folders.resolve_folder(path), secrets.token_hex(8))
-    )
+    folder = checkpoint_folders.resolve_folder(path)
+    target, id_ = comm.broadcast_object(0, (folder, secrets.token_hex(8)))
     moments = describe_optimizer(program)
     contents = {
         "version": VERSION,
         "step": program.step,
         "optimizer": moments.plain(),
         "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
-        "buffers": {
-            name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()
-        },
+        "buffers": {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()},
         "dtypes": tensor_dtypes(program),
         "ties": [list(names) for names in a.ties],
         "sums": describe_residue(program),
@@ -304,8 +300,7 @@ def prepare_checkpoint(
 
 
 def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the data given as `read_beside`, as it will be read. Raises ValueError if it cannot
-    be."""
+    """Return the data of `beside`, as it will be read. Raises ValueError if it cannot be."""
     if beside is None:
         return None
     found: dict[str, Any] = {}
@@ -356,12 +351,9 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
     folder = comm.broadcast_object(0, checkpoint_folders.resolve_folder(path))
     end = time.monotonic() + PATIENCE
     while True:
-        target, id_ = comm.broadcast_object(
-            0,
-            run_on_all_ranks(
-                lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
-            ),
-        )
+        unread = partial(_unread, folder, folder)
+        last = run_on_all_ranks(lambda: _last(program, folder), unread, FAILURES)
+        target, id_ = comm.broadcast_object(0, last)
         try:
             found = _read(program, folder, target, id_, fresh)
             break
@@ -390,11 +382,8 @@ def settle_loaded(program: Program) -> None:
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
     """Return on the first rank the checkpoint to load; on others the folder."""
-    return (
-        checkpoint_folders.find_checkpoint(folder)
-        if program.assembly.ranks.rank == 0
-        else (folder, None)
-    )
+    is_first = program.assembly.ranks.rank == 0
+    return checkpoint_folders.find_checkpoint(folder) if is_first else (folder, None)
 
 
 def _has_new_checkpoint(folder: Path, target: Path) -> bool:
@@ -457,12 +446,9 @@ def _check_unchanged(target: Path, before: tuple[int, ...], same: bool = True) -
 
 def model_parts(program: Program) -> dict[str, Tensor]:
     """Return this rank's parts of parameters, and all buffers, to be written in place."""
-    parts = {
-        name: local_tensor(parameter) for name, parameter in program.assembly.parameters.items()
-    }
-    return parts | {
-        name: buffer.detach() for name, buffer in program.assembly.saved_buffers.items()
-    }
+    a = program.assembly
+    parts = {name: local_tensor(parameter) for name, parameter in a.parameters.items()}
+    return parts | {name: buffer.detach() for name, buffer in a.saved_buffers.items()}
 
 
 def tensor_dtypes(program: Program) -> dict[str, str]:
@@ -487,8 +473,7 @@ def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Box
     ]
 
 
-# -- checks
-# -----------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _read_contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
@@ -501,7 +486,7 @@ def _check_fit(program: Program, contents: Mapping[str, Any], optim: SavedOptimi
     """Raise the same Refusal on all ranks if the checkpoint does not fit the program."""
     a = program.assembly
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
-    here |= {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()}
+    here |= {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()}
     saved = {**contents["parameters"], **contents["buffers"]}
     _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
     known = tensor_dtypes(program)
@@ -523,9 +508,8 @@ def check_optimizer(program: Program | None, optim: SavedOptimizer) -> bool:
     """
     optimizer = None if program is None else program.optimizer
     kind = type(optimizer).__qualname__ if optimizer is not None else None
-    found = comm.distinct_objects(
-        (kind, list(trained_parameters(program)) if program is not None else [])
-    )
+    trained = list(trained_parameters(program)) if program is not None else []
+    found = comm.distinct_objects((kind, trained))
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, optim)

@@ -50,8 +50,8 @@ _KINDS = 64  # up to so many different values are broadcast one by one
 class World:
     """The ranks of a job as this process sees them, while it has joined the job.
 
-    backends  type of device -> backend; empty in a process without a job
-    ours      this project has joined the job, so it also chooses the device
+    backends     type of device -> backend; empty in a process without a job
+    joined_here  this project has joined the job, so it also chooses the device
     """
 
     rank: int = 0
@@ -95,11 +95,7 @@ class World:
             return devices.with_index(lies)
         if devices.on_host(lies) and devices.HOST.type in self.backends and not self.joined_here:
             return lies
-        home = (
-            self.bound_device
-            if self.bound_device is not None
-            else devices.local_device(lies.index or self.rank)
-        )
+        home = self.bound_device or devices.local_device(lies.index or self.rank)
         devices.set_current_device(home)
         return home
 
@@ -135,8 +131,7 @@ class World:
         return self.host_group([tuple(range(self.size))], found[1] if found is not None else "")
 
     def host_group(self, groups: GroupRanks, purpose: str = "") -> ProcessGroup | None:
-        """Return this rank's group of these for host tensors; with a `purpose`, see
-        `make_group`."""
+        """Return this rank's group of these for host tensors; on `purpose` see `make_group`."""
         if not self.backends or devices.HOST.type in self.backends:
             return self.make_group(groups, purpose)
         named = f"host {purpose}"
@@ -177,11 +172,8 @@ class World:
 
         In a group that is bound to a device, NCCL runs all messages in order.
         """
-        if (
-            self.bound_device is None
-            or self.ranks_in_job
-            or not self.orders_messages(self.bound_device)
-        ):
+        bound = self.bound_device
+        if bound is None or self.ranks_in_job or not self.orders_messages(bound):
             return self.make_group(groups, purpose)
         with self._unbound():
             return self._once(groups, f"between {purpose}", lambda: self._each(groups))
@@ -216,9 +208,8 @@ class World:
         if len(mine) < 2:
             return None
         ranks = [self.ranks_in_job[rank] for rank in mine]
-        digest = hashlib.blake2b(
-            repr((self.ranks_in_job, sorted(groups), purpose)).encode(), digest_size=_LENGTH
-        )
+        key = repr((self.ranks_in_job, sorted(groups), purpose)).encode()
+        digest = hashlib.blake2b(key, digest_size=_LENGTH)
         made: ProcessGroup | None
         with self._unbound(), name_groups_from(int.from_bytes(digest.digest(), "little")):
             made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
@@ -245,8 +236,7 @@ class World:
 
     @cached_property
     def _splits(self) -> bool:
-        """Whether groups can be split off the world's: bound to a device, with one backend that
-        can."""
+        """Whether groups can be split off the world's: bound to a device, by one backend."""
         if self.bound_device is None or len(set(self.backends.values())) != 1:
             return False
         backend = self.group._get_backend(self.bound_device)  # type: ignore[union-attr]
@@ -260,8 +250,6 @@ def skip_groups(groups: GroupRanks) -> None:
 
 # by the world's group: it is dropped with its job, and with it all groups made in it
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
-
-
 # parts of the job that are entered in this process, innermost last
 _entered: list[World] = []
 
@@ -325,9 +313,8 @@ def job_world() -> World:
     if (found := _worlds.get(group)) is None:
         backends = (one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
         bound = getattr(group, "bound_device_id", None)
-        found = _worlds[group] = World(
-            dist.get_rank(), dist.get_world_size(), {kind: name for kind, name in backends}, bound
-        )
+        names = {kind: name for kind, name in backends}
+        found = _worlds[group] = World(dist.get_rank(), dist.get_world_size(), names, bound)
     return found
 
 
@@ -407,11 +394,8 @@ def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
 
 def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
     """Start to receive from a global rank."""
-    if (
-        not into.is_cpu
-        and devices.on_accelerator(into)
-        and current_world().sends_by_host(into.device)
-    ):
+    there = not into.is_cpu and devices.on_accelerator(into)
+    if there and current_world().sends_by_host(into.device):
         host = torch.empty_like(into, device=devices.HOST)
         return _ByHost(dist.irecv(host, job_rank(source), group), host, into)
     work = dist.irecv(into, job_rank(source), group)
@@ -497,9 +481,8 @@ def ranks_by_object(value: T) -> list[tuple[T, tuple[int, ...]]]:
         for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
             held = data if row == rows[world.rank] else bytes(size)
-            received = world.broadcast_cache.broadcast(
-                group, row, held, job_rank(ranks[0]) if len(first) > 1 else None
-            )
+            sender = job_rank(ranks[0]) if len(first) > 1 else None
+            received = world.broadcast_cache.broadcast(group, row, held, sender)
             found.append((pickle.loads(received), tuple(ranks)))
         return found
 
@@ -585,9 +568,8 @@ def _exchange_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 
     torch always gathers the lengths first, but most objects are short.
     """
-    rows = _gather_rows(
-        len(data).to_bytes(_LENGTH, "little") + data[:_SHORT], _LENGTH + _SHORT, group
-    )
+    begin = len(data).to_bytes(_LENGTH, "little") + data[:_SHORT]
+    rows = _gather_rows(begin, _LENGTH + _SHORT, group)
     lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
     if max(lengths) <= _SHORT:
         return [row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths)]

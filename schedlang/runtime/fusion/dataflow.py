@@ -1,7 +1,6 @@
 """The data flow of one module's forward: a torch.fx trace, and the function of each node.
 
-Used by `fuse` with patterns and by `replace_kernel(add_norm)` to find calls that one kernel can
-run.
+`fuse` with patterns and `replace_kernel(add_norm)` find calls that one kernel can run by it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from schedlang.runtime.forward import layers_of
 
 @functools.cache
 def arguments_of(forward: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function with the signature of `forward` that returns its arguments by name, without
-    `self`.
+    """Return a function with `forward`'s signature that returns arguments by name, but not `self`.
 
     Defaults are filled in, as `inspect.BoundArguments.apply_defaults` does. Here Python binds the
     arguments: faster than inspect, and torch.compile can trace it. Raises TypeError as `forward`
@@ -188,19 +186,15 @@ def writes_in_place(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     changed = name in ("setitem", "__setitem__") or name in _IN_PLACE
-    return (
-        changed
-        or (name.endswith("_") and not name.endswith("__"))
-        or bool(node.kwargs.get("inplace"))
-    )
+    changed = changed or (name.endswith("_") and not name.endswith("__"))
+    return changed or bool(node.kwargs.get("inplace"))
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "__iadd__", "__imul__", "__isub__")
 
 
 def count_kernels(graph: fx.Graph, root: nn.Module) -> int:
-    """Return the least number of kernels that a data flow runs; a module kept as a call counts as
-    2."""
+    """Return the least number of kernels that a data flow runs; a called module counts as 2."""
     count = 0
     for node in graph.nodes:
         if node.op == "call_module":
@@ -291,8 +285,7 @@ def _none_tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
 
 
 def _loaded_names(one: dis.Instruction) -> tuple[str, ...]:
-    """Return the names of variables that an instruction loads, in order; from Python 3.13 on up to
-    two."""
+    """Return the variables that an instruction loads, in order; up to two from Python 3.13 on."""
     names = one.argval if isinstance(one.argval, tuple) else (str(one.argval),)
     if one.opname == "STORE_FAST_LOAD_FAST":
         return names[1:]
@@ -322,8 +315,7 @@ def _is_none(value: Any, itself: bool) -> bool:
 
 
 def _child_returning(node: fx.Node, module: nn.Module) -> str | None:
-    """Return the child whose output (or an item of it) a value is; None if it is always a
-    tensor."""
+    """Return the child whose output (or an item of it) a value is; None: always a tensor."""
     while node.op == "call_function" and node.target in (operator.getitem, getattr):
         first = node.args[0]
         if not isinstance(first, fx.Node):
@@ -343,13 +335,8 @@ def _child_returning(node: fx.Node, module: nn.Module) -> str | None:
 # traces.
 
 
-LARGE_KERNELS = (
-    nn.Linear,
-    nn.Embedding,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-)  # large kernels of their own
+# large kernels of their own
+LARGE_KERNELS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _lock = threading.Lock()  # a trace patches torch's module class while it runs
 
 
@@ -514,15 +501,13 @@ class Tracer(fx.Tracer):
         return made.node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module stays a call: large kernels, dropout, and modules with hooks or
-        layers."""
+        """Return whether a module stays a call: large kernel, dropout, one with hooks or layers."""
         products = () if self.looked.products else LARGE_KERNELS
         kept = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
         return kept or has_changed_call(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a child's call; a projection with a separate bias becomes a product and an
-        addition."""
+        """Trace a child's call; a projection with a separate bias becomes product and addition."""
         path = self.path_of_module(m)
         if path in self.looked.decomposed:
             at = self.create_proxy("get_attr", path, (), {})

@@ -58,15 +58,12 @@ class DrawCounter:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
-# ---- One stage of a model by replay: the model's own forward, with the units of other stages
-# stubbed.
+# ---- One stage of a model by replay: the model's own forward, with stubs for other units.
 # A unit of an earlier stage returns what was received, and something of the right shape where
 # nothing was needed; the first unit of a later stage ends the forward.
 
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-
-
 SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -323,9 +320,10 @@ class Stub:
             )
 
     def _filler(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
-        """Return a placeholder for a leaf that nothing may read: NaN without memory, so that a read
-        shows. Placeholders are cached, except under modes that tell tensors apart by their
-        operation."""
+        """Return a placeholder for a leaf that nothing may read: NaN without memory: a read shows.
+
+        Placeholders are cached, except under modes that tell tensors apart by their operation.
+        """
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype, shape = leaf.dtype, leaf.shape
@@ -442,10 +440,7 @@ class Stage:
         return self.cut.graph.leaves[token].differentiable
 
     def forward(
-        self,
-        batch: Mapping[str, Any],
-        received: Mapping[Token, torch.Tensor],
-        train: bool = True,
+        self, batch: Mapping[str, Any], received: Mapping[Token, Tensor], train: bool = True
     ) -> ForwardResult:
         """Run the forward of one microbatch; `received` holds every token of `incoming`.
 
@@ -508,22 +503,14 @@ class Stage:
             policies.replayed = before
 
     def _capture(
-        self,
-        unit: int,
-        output: Any,
-        made: dict[Token, torch.Tensor],
-        edges: dict[Token, GradientEdge],
+        self, unit: int, output: Any, made: dict[Token, Tensor], edges: dict[Token, GradientEdge]
     ) -> None:
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for k, leaf in enumerate(leaves):
             self._send((unit, k), leaf, made, edges)
 
     def _send(
-        self,
-        token: Token,
-        leaf: Any,
-        made: dict[Token, torch.Tensor],
-        edges: dict[Token, GradientEdge],
+        self, token: Token, leaf: Any, made: dict[Token, Tensor], edges: dict[Token, GradientEdge]
     ) -> None:
         if token not in self.sent_tokens:
             return

@@ -102,6 +102,7 @@ def meta_batch(batch: Any) -> Any:
 
 
 ResultForm = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
+ResultForms = tuple[type, tuple[ResultForm | None, ...]]  # of all results, and what holds them
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 MAX_RESULTS = 1 << 14  # the most results that are stored; a model needs some hundreds
 LEAVES = frozenset(
@@ -124,9 +125,7 @@ class ResultCache:
     default dtype, to which integers are promoted.
     """
 
-    _known: dict[Any, tuple[type, tuple[ResultForm | None, ...]] | None] = field(
-        default_factory=dict
-    )
+    _known: dict[Any, ResultForms | None] = field(default_factory=dict)
     # by id, as a hash would ask torch: operators, and whether one only makes new tensors
     _fresh: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
@@ -180,9 +179,7 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
     return None
 
 
-def _describe_result(
-    out: Any, inputs: Iterable[Tensor]
-) -> tuple[type, tuple[ResultForm | None, ...]] | None:
+def _describe_result(out: Any, inputs: Iterable[Tensor]) -> ResultForms | None:
     """Return a description from which `_recreate` makes a result; None if it is not new memory."""
     parts = (out,) if isinstance(out, Tensor) else out
     if not isinstance(parts, tuple | list):
@@ -205,7 +202,7 @@ def _describe_result(
     return type(out) if not isinstance(out, Tensor) else Tensor, tuple(made)
 
 
-def _recreate(found: tuple[type, tuple[ResultForm | None, ...]]) -> Any:
+def _recreate(found: ResultForms) -> Any:
     kind, made = found
     tensors = [
         None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
@@ -226,9 +223,8 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
-MAX_BYTES = (
-    1 << 22
-)  # bytes of a value; padding masks and positions are small, larger ones are dropped
+# bytes of a value; padding masks and positions are small, larger ones are dropped
+MAX_BYTES = 1 << 22
 
 
 @dataclass(eq=False)
@@ -241,14 +237,12 @@ class KnownValues:
 
     values: dict[int, Tensor] = field(default_factory=dict)  # meta storage -> flat real tensor
     cache: ResultCache = field(default_factory=ResultCache)
-    on_read: Callable[[Any], Any] = lambda value: (
-        value
-    )  # known value -> the value that a model gets
+    # known value -> the value that a model gets
+    on_read: Callable[[Any], Any] = lambda value: value
     _alive: dict[int, Any] = field(default_factory=dict)  # weak references of the storages
 
     def store_values(self, real: Any, meta: Any) -> None:
-        """Store the values of the integer and boolean tensors in `values_of` for those in
-        `meta`."""
+        """Store the values of the integer and boolean tensors in `real` for those in `meta`."""
         for value, bare in zip(_pytree.tree_leaves(real), _pytree.tree_leaves(meta)):
             if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_meta:
                 continue
@@ -445,7 +439,7 @@ def without_values(
 def on_meta(real: Any, meta: Any) -> Iterator[MetaMode]:
     """Context in which models may read values: they get those that the batch decides.
 
-    `values_of` and `meta` are the models' arguments, with and without values.
+    `real` and `meta` are the models' arguments, with and without values.
     """
     mode = MetaMode(real, meta)
     with mode, LiteralsMode(mode.constants):
@@ -467,11 +461,8 @@ class LiteralsMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func in READING_CALLS
-            and args[0].is_meta
-            and (found := self._read(func, args)) is not None
-        ):
+        reads = func in READING_CALLS and args[0].is_meta
+        if reads and (found := self._read(func, args)) is not None:
             return found
         if func in INDEXING_CALLS and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -510,7 +501,7 @@ def _plain(data: Any) -> bool:
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which a model that reads values runs on meta tensors.
 
-    `values_of` and `meta` are the model's arguments, whose values are known; unknown values are 0.
+    `real` and `meta` are the model's arguments, whose values are known; unknown values are 0.
     `other`: every value that is read, known or not, is replaced with another one.
     """
 
@@ -582,10 +573,8 @@ LIBRARY_PATHS = (
     *(str(ROOT / part) + os.sep for part in ("schedlang", "passes", "primitives")),
     str(Path(torch.__file__).resolve().parent) + os.sep,
 )
-MODEL_RUNNERS = {
-    ("batch.py", "forward"),
-    ("original.py", "derive"),
-}  # (file, function) that runs a model
+# (file, function) that runs a model
+MODEL_RUNNERS = {("batch.py", "run_forward"), ("original_forward.py", "record_original")}
 
 
 def model_line() -> str:
@@ -598,10 +587,8 @@ def model_line() -> str:
         code = frame.f_code
         if (Path(code.co_filename).name, code.co_name) in MODEL_RUNNERS:
             return ""
-        if (
-            not os.path.realpath(code.co_filename).startswith(LIBRARY_PATHS)
-            and code.co_filename[:1] != "<"
-        ):
+        library = os.path.realpath(code.co_filename).startswith(LIBRARY_PATHS)
+        if not library and code.co_filename[:1] != "<":
             return f"{Path(code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
