@@ -107,7 +107,7 @@ def record_original(
     """Run the unchanged model on the meta device, without values, and record its calls.
 
     `draws`: random draws are recorded, too; a model that turns out to draw is run again with it.
-    `uses_batch_conditions`: conditions on tensors get the truth that the batch decides; otherwise
+    `truths`: conditions on tensors get the truth that the batch decides; otherwise
     they are false. It is used for a model that fails otherwise (because it asserts). Raises
     Refusal where the model or the user's loss does not run.
     """
@@ -115,19 +115,12 @@ def record_original(
 
     from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
     from schedlang.runtime.global_state import restore_global_state
-    from schedlang.runtime.propagation.parameter_access import ParameterAccess
-    from schedlang.runtime.propagation.trace import (
-        ModuleStack,
-        RecordedForward,
-        Trace,
-        find_reached_parameters,
-    )
+    from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
     from schedlang.runtime.tracing.meta_runs import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
-    stack = ModuleStack(access=ParameterAccess() if parts else None)
-    model = _watched_copy(plan, stack, leaves)
+    model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_call_loss, loss, read)
@@ -178,17 +171,25 @@ def record_original(
     return Recording(seen.frames, original)
 
 
-def _watched_copy(plan: Plan, stack: ModuleStack, leaves: Mapping[str, ShardedLeaf]) -> nn.Module:
-    """Return a copy of the model on the meta device whose calls `stack` records."""
+def _watched_copy(
+    plan: Plan, leaves: Mapping[str, ShardedLeaf], accesses: bool = False
+) -> tuple[nn.Module, ModuleStack]:
+    """Return a copy of the model on the meta device, and the stack that records its calls.
+
+    `accesses`: accesses to parameters are recorded, too.
+    """
+    from schedlang.runtime.propagation.parameter_access import ParameterAccess
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
+    from schedlang.runtime.propagation.trace import ModuleStack
     from schedlang.runtime.tracing.meta_runs import meta_model
 
+    stack = ModuleStack(access=ParameterAccess() if accesses else None)
     model = meta_model(plan.model.model, {})
     model.train()
     if plan.computes:
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
-    return model
+    return model, stack
 
 
 def _with_other_values(
@@ -209,11 +210,11 @@ def _with_other_values(
 
     from schedlang.runtime.batch import run_forward
     from schedlang.runtime.global_state import restore_global_state
-    from schedlang.runtime.propagation.trace import ModuleStack, Trace
+    from schedlang.runtime.propagation.trace import Trace
     from schedlang.runtime.tracing.meta_runs import without_values
 
-    stack = ModuleStack()
-    model, trace = _watched_copy(plan, stack, leaves), Trace(stack, other=True)
+    model, stack = _watched_copy(plan, leaves)
+    trace = Trace(stack, other=True)
     try:
         kept = restore_global_state(plan.model.model, loss)
         with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), trace:

@@ -66,8 +66,10 @@ class OriginalCall:
 class RunningCall:
     """A call that has not returned.
 
-    starts  first classes of those tensors that are vocabulary-sharded logits
-    undo    restores what the containers of its arguments held before
+    received   the tensors that it got
+    passed_on  those that it passed on
+    starts     first classes of those that are vocabulary-sharded logits
+    undo       restores what the containers of its arguments held before
     """
 
     frame: CallFrame
