@@ -21,21 +21,25 @@ _CALLS = 6  # shown of a rank that did not arrive
 @verb
 def doctor(
     folder: Annotated[
-        Path, typer.Argument(help="Records of ranks, or a flight recorder's.", metavar="FOLDER")
+        Path,
+        typer.Argument(help="Folder of records, or of flight-recorder dumps.", metavar="FOLDER"),
     ],
     *,
     stuck_after: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0.1, help="In one operation, from which a job is stuck."
+            metavar="SECONDS",
+            min=0.1,
+            help="Time in one operation after which a job counts as stuck.",
         ),
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say which rank a job waits for, and in what; which is slow, and what the links carry.
+    """Show which rank a job waits for and in which operation, slow ranks, and the speed of
+    links.
 
-    Ranks write records into a folder where the variable SCHEDLANG_RECORD names one, while they run:
-    look at it meanwhile, or after a hang.  Dumps of torch's flight recorder are read, too.
+    If the variable SCHEDLANG_RECORD names a folder, ranks write records into it while they run.
+    Read the folder during the run, or after a hang.  Dumps of torch's flight recorder work, too.
 
     Exit 1: a rank is slow, stuck or gone.
     """

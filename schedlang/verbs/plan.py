@@ -22,8 +22,9 @@ Cost = Annotated[
     typer.Option(
         "--cost",
         metavar="F=18,B=37,step=4|T.json",
-        help="Milliseconds of a microbatch on one rank's share, or a file of what `run` "
-        "printed as JSON beside a timeline: an expected `time(step)` is compared with their step.",
+        help="Milliseconds of a microbatch on one rank's part of the model, or a file with "
+        "the output of `run --timeline T --json`. An expected `time(step)` is compared "
+        "with the step time of these.",
     ),
 ]
 
@@ -32,12 +33,10 @@ Cost = Annotated[
 class Written:
     """Output files: pictures, and the plan itself; None: not requested."""
 
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Draw it into this file, as a page.")
-    ] = None
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw a picture into this file.")] = None
+    html: Annotated[Path | None, typer.Option("--html", help="Draw a page into this file.")] = None
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
+        Path | None, typer.Option("--trace", help="Write the timeline for Perfetto or Chrome.")
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", help="Save the plan, for `run --plan` and `diff`.")
@@ -63,12 +62,12 @@ class Moved:
         typer.Option(
             "--transfer",
             metavar="B",
-            help="Only show what `schedlang.transfer` sends from this layout into that of another "
-            "schedule of the same model.",
+            help="Only show what `schedlang.transfer` sends from this layout to the layout of "
+            "another schedule of the same model.",
         ),
     ] = None
     apart: Annotated[
-        bool, typer.Option("--apart", help="The other layout is on further ranks of the job.")
+        bool, typer.Option("--apart", help="The other layout is on other ranks of the job.")
     ] = False
 
 
@@ -80,12 +79,14 @@ class Alone:
         int | None,
         typer.Option(
             metavar="N",
-            help="Only show what this rank would build: modules, parts, groups, slices of files.",
+            help="Only show what this rank would build: modules, shards, groups, slices of files.",
         ),
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Files of safetensors that it would read; only their heads are read."),
+        typer.Option(
+            help="Safetensors files that the rank would read. Only their headers are read."
+        ),
     ] = None
 
 
@@ -97,19 +98,22 @@ def plan(
     cost: Cost = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of a step, each as the first of the model file's batch."),
+        typer.Option(
+            min=1,
+            help="Rows of a step, all with the shape of the first row of the model file's batch.",
+        ),
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Print one line for each module.")] = False,
     written: Written,
     locks: Locks,
     moved: Moved,
     alone: Alone,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a schedule does to its model and what that costs, without running anything.
+    """Show what a schedule does to its model and what this costs, without running anything.
 
-    Bytes per rank by class at the peak of a step, collectives of one step, and the timeline at
-    unit cost.  Exit 1 where an `expect` does not hold.
+    It prints bytes per rank by class at the peak of a step, the collectives of one step, and the
+    timeline at unit cost.  Exit 1 if an `expect` does not hold.
     """
     from schedlang.diagnostics.tables import columns, for_messages
     from schedlang.verbs.costs import demand_expected, step_of
