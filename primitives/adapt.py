@@ -177,7 +177,7 @@ class adapt(Settled):  # noqa: N801
         if away is not None:
             refuse(
                 "S414",
-                f"the weight of `{site}` lies in codes, and they cannot be offloaded",
+                f"the weight of `{site}` is quantised, and cannot be offloaded",
                 notes=("it is decoded on the device, twice for each microbatch",),
                 helps=("offload other modules", "or leave `base` out"),
             )
@@ -192,11 +192,11 @@ class adapt(Settled):  # noqa: N801
         end = (f"use blocks that end there: `block={fits}`",) if fits > 1 else ()
         refuse(
             "S414",
-            f"a block of {block} inputs of `{site}` would lie on two ranks",
+            f"a block of {block} inputs of `{site}` would be on two ranks",
             notes=(
                 f"its {layout.shape[dim]} inputs are split at {place}, and a block has one scale",
             ),
-            helps=(*end, "or split outputs, and not inputs: `shard(col, ...)`"),
+            helps=(*end, "or split its outputs instead: `shard(col, ...)`"),
         )
 
     def _check_coded(self, sites: tuple[Site, ...], plan: Plan) -> None:
@@ -208,7 +208,7 @@ class adapt(Settled):  # noqa: N801
                 if matches(name, pattern):
                     refuse(
                         "S414",
-                        f'`keep="{pattern}"` would train `{name}`, which lies in codes',
+                        f'`keep="{pattern}"` would train `{name}`, which is quantised',
                         notes=("most updates are smaller than a step between two of its values",),
                         helps=("name other parameters", "or leave `base` out"),
                     )

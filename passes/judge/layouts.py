@@ -386,16 +386,16 @@ def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> 
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
     if holdings.missing:
-        notes.append(f"of the original nobody holds {quoted(holdings.missing)}")
+        notes.append(f"no rank holds {quoted(holdings.missing)} of the original")
     raise Refusal(
         Diagnostic(
             "S763",
             f"{text} on rank {rank} cannot be matched with the original{more}",
             notes=tuple(notes),
             helps=(
-                "keep the values of the model that `program` is given, in its dtype: they tell "
-                "which weight is which, however it is cut, fused or renamed",
-                'or say it: `names={"its.name": "original.name"}`, and of a plain part '
+                "keep the values and dtype of the model that `program` gets: a weight is found by "
+                "its values, also if it is sharded, fused or renamed",
+                'or give the match: `names={"its.name": "original.name"}`, and of a plain part '
                 '`layouts={"its.name": Shard(0)}`',
             ),
         )

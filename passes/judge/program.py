@@ -236,7 +236,11 @@ def check_ranks(ranks: object) -> None:
     """Refuse (S767) an invalid number of ranks."""
     if isinstance(ranks, int) and ranks > 0:
         return
-    title = "nobody says how many ranks" if ranks is None else f"`{ranks}` ranks cannot be started"
+    title = (
+        "the number of ranks is not given"
+        if ranks is None
+        else f"`{ranks}` ranks cannot be started"
+    )
     helps = ("write `world = 4` in the program's file", "or say it: `--ranks 4`, `ranks=4`")
     raise Refusal(Diagnostic("S767", title, helps=helps))
 
@@ -298,7 +302,7 @@ def _root_cause(error: BaseException) -> BaseException:
 _EXIT_HELP = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
-    "step": "it is called on every rank with the whole batch, and takes its part of it",
+    "step": "it is called on every rank with the full batch, and must take the rank's part of it",
     "optimizer": "it is called with pairs of names and parameters, also those of the original",
     "clip": "it is called with the greatest norm, and returns the norm that it found",
     "evaluate": "it is called on every rank with the whole batch",

@@ -375,7 +375,7 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
     """
     planner, unlike = planner_named(name), isinstance(job.cluster, Nodes)
     if unlike and not (isinstance(planner, Staged) and planner.unlike):
-        title = f"`{name}` takes all ranks to be alike, and `{job.cluster.name}` has unlike nodes"
+        title = f"`{name}` assumes equal ranks, but `{job.cluster.name}` has different nodes"
         known = ", ".join(f"`{name}`" for name, one in STAGED.items() if one.unlike)
         raise Refusal.of("S109", title, helps=(f"search without a planner, or ask {known}",))
     says = {Staged: _staged, Ruled: _ruled, Searched: _searched}[type(planner)]

@@ -289,7 +289,7 @@ def _gathered(setting: Setting) -> bool:
 def alike(cluster: Cluster) -> None:
     """Raise TypeError for unequal nodes, which `planner.unlike` prices."""
     if isinstance(cluster, Nodes):
-        raise TypeError(f"{cluster.text()}: this takes all ranks to be alike; `search` does not")
+        raise TypeError(f"{cluster.text()}: this assumes equal ranks; `search` does not")
 
 
 @lru_cache(1024)

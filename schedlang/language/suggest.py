@@ -55,7 +55,7 @@ class Mended:
         if self.instead:
             return tuple(f"its row here is `{row}`" for row in self.instead)
         rows = dict.fromkeys(self.beside)
-        beside = [f"and a row of its own, below: `{row}`" for row in rows]
+        beside = [f"and a separate row below: `{row}`" for row in rows]
         return (f"write `{self.call(verb)}`", *beside)
 
     def call(self, verb: str) -> str:

@@ -323,7 +323,7 @@ class Typed(Lattice):
         self.sums += 1
         fqn = one.label or self.site
         if axis not in before:
-            reason = f"its {one.kind} sums what is alike on all ranks of `{axis}`"
+            reason = f"its {one.kind} sums values that are equal on all ranks of `{axis}`"
             self.faults.append(Fault("often", fqn, axis, reason))
         elif plain:
             wrong = trouble(x, axis, self.varies)
@@ -492,7 +492,7 @@ class Adjoint:
         if into:
             if kind == PART:
                 said = f"a gradient that is a part over `{axis}`"
-                self._missing(site, axis, f"{said} is taken for the whole, without a sum")
+                self._missing(site, axis, f"{said} is used as the full gradient, without a sum")
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
 
@@ -506,7 +506,7 @@ class Adjoint:
                 said = f"its gradients are parts over `{axis}`"
                 self._missing(label, axis, f"{said}, and its backward does not sum them")
             elif shares[axis].kind == WHOLE:
-                said = f"its backward sums over `{axis}` what is alike on all ranks"
+                said = f"its backward sums over `{axis}` values that are equal on all ranks"
                 self.faults.append(Fault("often", label, axis, said))
             if axis in into:
                 found[axis] = Share(OWN, shares[axis].times)

@@ -38,8 +38,7 @@ class Left:
         more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         first = f" (first {self.given})" if self.given else ""
         return (
-            f"`{self.kernel}` does not take some calls of"
-            f" `{self.sites[0] or 'the model'}`{more} to the"
+            f"`{self.kernel}` leaves some calls of `{self.sites[0] or 'the model'}`{more} to the"
             f" model: {self.why}{first}"
         )
 

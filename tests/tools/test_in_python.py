@@ -500,7 +500,7 @@ def test_undo_leaves_declarations_and_redo_brings_back(sch: Schedule) -> None:
 def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
     """`help(sch["..."].shard)` has arguments and an example; of what is no verb, the class's."""
     shown = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
-    assert "Styles state both ends" in shown and "over=" in shown
+    assert "A style sets the placements" in shown and "over=" in shown
     assert sch["blocks.0"].nothing.__doc__ == Caller.__doc__
 
 
@@ -529,5 +529,5 @@ def test_a_path_is_a_path(sch: Schedule, path: Any) -> None:
         lambda: program.save(path),
         lambda: program.export(path, Net()),
     ):
-        assert "state lies at a path" in said(call)
+        assert "the place of saved state must be a path" in said(call)
     assert "a state dict is a dict" in said(lambda: program.load_state_dict(path))

@@ -93,7 +93,9 @@ class Dropped(ABC):
         self._fail(f"saved {count} tensors the second time, {last} the first")
 
     def _fail(self, what: str) -> None:
-        raise RuntimeError(f"recomputation of {self.names()} took another way: it {what}")
+        raise RuntimeError(
+            f"recomputation of {self.names()} ran differently from the forward: it {what}"
+        )
 
 
 def _text(facts: Facts) -> str:

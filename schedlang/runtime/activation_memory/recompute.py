@@ -172,8 +172,8 @@ def overwritten(module: nn.Module, before: list[int], tensors: Sequence[Tensor])
         return
     raise Refusal.of(
         "S813",
-        f"`{site() or _class_name(module)}` writes into what it is given, and is checkpointed",
-        notes=("recomputation would begin with the values that its forward has left there",),
+        f"`{site() or _class_name(module)}` changes its inputs in place, and is checkpointed",
+        notes=("recomputation would start from the values that its forward has written",),
         helps=("write `x = x + y` in it, not `x += y`", "or checkpoint other modules"),
     )
 

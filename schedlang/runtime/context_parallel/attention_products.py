@@ -70,7 +70,7 @@ def rows_of(state: State, given: Tensor) -> Tensor:
     if value is None:
         raise of_few_tokens()
     if value.dim() > dims:
-        raise unknown("what it adds to its scores has other dims")
+        raise unknown("the term that it adds to its scores has other dims")
     value = value[(None,) * (dims - value.dim())]
     if state.lead == state.inner:
         return value

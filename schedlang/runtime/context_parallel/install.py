@@ -75,7 +75,7 @@ class Attention(Ambient):
             if func is F.scaled_dot_product_attention:
                 return _attend_kept(new, self.how, {**dict(zip(_ARGUMENTS, args)), **kwargs})
             if new.given and func in PRODUCTS | ADDED and caller() in self.products:
-                raise not_kept("it multiplies queries and keys in lines of its own")
+                raise not_kept("it multiplies queries and keys in its own code")
             return self.run(func, types, args, kwargs)
         shard = current_shard()
         if shard is not None and func is F.scaled_dot_product_attention:
@@ -129,7 +129,9 @@ def _attend(shard: SequenceShard, how: AttentionMethod, given: dict[str, Any]) -
 def _attend_kept(new: Decoding, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
     tensors = given["query"], given["key"], given["value"]
     if any(t.dim() != 4 for t in tensors) or given.get("is_causal"):
-        raise not_kept("it calls torch's attention in another way than is followed there")
+        raise not_kept(
+            "it calls torch's attention with tensors or arguments that are not supported there"
+        )
     mask = given.get("attn_mask")
     if isinstance(mask, Tensor):
         mask = mask[(None,) * (4 - mask.dim())]
@@ -199,7 +201,7 @@ def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
     if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
         return
     if shard.length in args[0].shape[1:] and not args[0].is_meta:
-        raise unknown("it sums over tokens, of which each rank has only some")
+        raise unknown("it sums over tokens, but each rank has only some of them")
 
 
 def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
@@ -315,9 +317,8 @@ class WithoutValues(ExchangeKeys):
                 "S935",
                 "`compress` cannot round the activations of attention with dropout here",
                 notes=(
-                    "a single process saves scores for this dropout; where ranks split"
-                    " tokens,"
-                    " none does",
+                    "a single process saves scores for this dropout, but ranks that split"
+                    " tokens do not",
                 ),
                 helps=(
                     "train without dropout in attention",

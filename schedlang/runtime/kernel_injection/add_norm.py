@@ -317,5 +317,5 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 def _apart(name: str, norm: nn.Module) -> str:
     """Say why a norm that was found right after a sum is called apart from it."""
     if touched(norm):
-        return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
+        return f"`{name}` has hooks, a placement or its own row, and is called separately"
     return f"in this call there is no addition right before `{name}`"

@@ -314,7 +314,7 @@ def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
     if any(works(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
         job.moved, job.spent = now, times
     elif now - job.moved > hang_after:
-        raise Hang(f"no rank got on for {hang_after:g} s", stacks(job, ranks))
+        raise Hang(f"no rank made progress for {hang_after:g} s", stacks(job, ranks))
 
 
 def _spent_since(ranks: Sequence[Rank]) -> Times:

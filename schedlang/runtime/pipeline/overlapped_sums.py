@@ -21,9 +21,7 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.storage.offloaded_gradients import offloads_gradient
 
 Members = Flat | Sequence[nn.Parameter]
-LATER = (
-    "a gradient changed after its sum had begun: the last backward of its stage took another way"
-)
+LATER = "a gradient changed after its sum had begun: the last backward of its stage ran differently"
 
 
 @dataclass
