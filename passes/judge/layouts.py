@@ -175,7 +175,7 @@ def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) ->
     given_name = program.original_name(plain)
     if given_name is not None:
         if given_name not in known:
-            title = f"`names` calls `{plain}` `{given_name}`, which the original has not"
+            title = f"`names` maps `{plain}` to `{given_name}`, which the original does not have"
             helps = (f"the original has {quoted(known)}",)
             raise Refusal(Diagnostic("S767", title, helps=helps))
         return given_name
@@ -289,8 +289,8 @@ def declared(name: str, declaration: Any, full: Tensor) -> Tensor:
             what = f"of dim {placement.dim}, and it has {full.dim()}"
         title = f"the layout of `{name}` is {what}"
         helps = (
-            "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "
-            "ranks that hold the parts, which has this rank: `(Shard(0), [0, 1])`",
+            "give `Shard(dim)` or `Replicate()` for all ranks, or a pair with the list of ranks "
+            "that hold the shards, including this rank: `(Shard(0), [0, 1])`",
         )
         raise Refusal(Diagnostic("S767", title, helps=helps))
     parts = full.chunk(len(among), placement.dim)

@@ -439,7 +439,7 @@ def _describe_location(where: Location, first: Row) -> Lines:
     if len(where.guilty) > MOST_SUSPECTS:
         yield "suspect", f"and {len(where.guilty) - MOST_SUSPECTS} more modules"
     if not where.guilty:
-        yield "suspect", f"no module: {where.judged} were fed what is right, and all are right"
+        yield "suspect", f"no module: {where.judged} got right inputs, and all results are right"
     if where.unknown:
         yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
 
@@ -449,7 +449,7 @@ def _describe_rows(
 ) -> Lines:
     if not found.rows:
         if found.runs:  # it failed again, also without any row
-            yield "bisected", "no row is needed: it is so in the plan of none, too"
+            yield "bisected", "no row is needed: a plan without rows differs, too"
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
     for action in least:

@@ -113,7 +113,7 @@ def _watch_module(look: _Look, name: str) -> Any:
     """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
-        for words, value in (("what goes into", given), ("the output of", out)):
+        for words, value in (("the input of", given), ("the output of", out)):
             for tensor in tensors_in(value) if look.first is None else ():
                 if wrong := int((tensor.isnan() | (tensor == math.inf)).sum()):
                     look.first = f"{words} `{name}`: {wrong} of {tensor.numel()} elements"
@@ -144,11 +144,11 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
         yield "or return a loss of 0 if there are no labels"
         return
     if look.first is not None:
-        yield f"it is first met in {look.first} are not finite"
-        yield "mend the model, or give it a batch on which it is finite"
+        yield f"it arises first in {look.first} are not finite"
+        yield "fix the model, or give it a batch on which it is finite"
         return
     yield "the outputs of all modules are finite: it arises in the loss, or between modules"
-    yield "mend the loss, or give it a batch on which it is finite"
+    yield "fix the loss, or give it a batch on which it is finite"
 
 
 def _finite(value: Tensor) -> bool:

@@ -139,7 +139,7 @@ REFUSED = {
     "a name that is none": (
         RIGHT.replace("))\n", "), names={'weight': 'wieght'})\n"),
         "S767",
-        "which the original has not",
+        "which the original does not have",
     ),
     "an optimizer that is none": (
         RIGHT.replace("))\n", "), optimizer=lambda named: None)\n"),
@@ -186,7 +186,7 @@ REFUSED = {
     "a process group of its own": (
         "    dist.init_process_group('gloo')\n" + RIGHT,
         "S762",
-        "the process group is there: `if not dist.is_initialized()",
+        "make it only `if not dist.is_initialized()",
     ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
