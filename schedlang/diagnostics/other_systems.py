@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_COPIES = "each rank of an axis has rows of the batch and a whole copy: `zero(stage=0, over=dp)`"
-_SLICES = "parameters are sliced and gathered: `zero(stage=3, over=dp)`"
+_COPIES = "each rank of an axis has other rows and a full copy: `zero(stage=0, over=dp)`"
+_SLICES = "shard and gather parameters: `zero(stage=3, over=dp)`"
 _RECOMPUTES = "`layers.*  checkpoint()` recomputes"
-_SEQUENCES = "`layers.*.attn  context_parallel(ring, over=cp)` splits sequences"
-_MICRO = 'a batch is cut into microbatches by `pipeline(order="1F1B", micro=4)`'
-_SPLITS = "`mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)` split a pair"
+_SEQUENCES = "split sequences: `layers.*.attn  context_parallel(ring, over=cp)`"
+_MICRO = 'split the batch into microbatches: `pipeline(order="1F1B", micro=4)`'
+_SPLITS = "shard a pair: `mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)`"
 
 
 def _helps_for(words: str, *helps: str) -> dict[str, tuple[str, ...]]:
@@ -28,80 +28,79 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     **_helps_for("zero3 zero_3", _SLICES),
     **_helps_for(
         "reduce allreduce all_reduce",
-        "gradients are summed by `zero(stage=0, over=dp)`",
-        "in fewer bytes with `compress(gradients, int8, over=dp)` below it",
+        "all-reduce gradients: `zero(stage=0, over=dp)`",
+        "with fewer bytes, in a row below: `compress(gradients, int8, over=dp)`",
     ),
     **_helps_for(
         "slice split microbatch micro_batch accumulate gradient_accumulation",
         _MICRO,
-        'sequences by `pipeline(order="Seq1F1B", micro=4, slices=4)`',
+        'split sequences into slices: `pipeline(order="Seq1F1B", micro=4, slices=4)`',
     ),
     **_helps_for(
         "tensor_parallel tp parallelize column_parallel row_parallel colwise rowwise", _SPLITS
     ),
     **_helps_for(
         "sequence_parallel sp",
-        "between a row and a column: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
+        "shard norms along the sequence: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
         _SEQUENCES,
     ),
     **_helps_for("ring ring_attention ulysses cp", _SEQUENCES),
     **_helps_for(
         "pipeline_parallel pp stages stage",
-        "`layers  pipeline_split(over=pp)` cuts stages",
-        'and `pipeline(order="1F1B", micro=4)` runs them',
+        "cut the model into stages: `layers  pipeline_split(over=pp)`",
+        'and choose their order: `pipeline(order="1F1B", micro=4)`',
     ),
-    **_helps_for(
-        "expert ep moe experts", "`mlp.experts  expert_parallel(over=ep)` spreads experts"
-    ),
+    **_helps_for("expert ep moe experts", "shard experts: `mlp.experts  expert_parallel(over=ep)`"),
     **_helps_for(
         "place shadow",
-        "hot experts are with all tokens by `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
+        "copy hot experts to all ranks: `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
     ),
     **_helps_for(
         "recompute remat rematerialize activation_checkpointing gradient_checkpointing ckpt",
         _RECOMPUTES,
     ),
     **_helps_for(
-        "swap stream cpu_offload", "`layers.*  offload(activations, to=cpu)` moves what is saved"
+        "swap stream cpu_offload", "move saved tensors: `layers.*  offload(activations, to=cpu)`"
     ),
     **_helps_for(
         "quantize quantise",
-        "saved activations in few bits: `layers.*  compress(activations, int8)`",
-        "arithmetic in sixteen: `cast(bf16)`",
+        "compress saved activations: `layers.*  compress(activations, int8)`",
+        "compute with 16 bits: `cast(bf16)`",
     ),
-    **_helps_for("autocast amp mixed_precision half", "`cast(bf16)` computes in sixteen bits"),
-    **_helps_for("compile jit script torch_compile", "`layers.*.mlp  fuse()` compiles a region"),
+    **_helps_for("autocast amp mixed_precision half", "compute with 16 bits: `cast(bf16)`"),
+    **_helps_for("compile jit script torch_compile", "compile a module: `layers.*.mlp  fuse()`"),
     **_helps_for("kernel swap_kernel", "`layers.*.norm  replace_kernel(rms_norm)`"),
-    **_helps_for("reorder", "weights' gradients wait behind `layers.*  split_backward()`"),
-    **_helps_for("share share_weights", "`layers[2:]  tie()` gives modules one set of parameters"),
+    **_helps_for("reorder", "delay weight gradients: `layers.*  split_backward()`"),
+    **_helps_for("share share_weights", "share parameters between modules: `layers[2:]  tie()`"),
     **_helps_for(
         "rewrite",
-        "a module of your own takes another's place: `layers.*.mlp  replace(my_mlp)`",
-        "a bias apart from its product: `layers.*.mlp.up  decompose(bias)`",
+        "replace a module by your own: `layers.*.mlp  replace(my_mlp)`",
+        "separate a bias from its product: `layers.*.mlp.up  decompose(bias)`",
     ),
-    **_helps_for("sync", "`shard` says both ends: `mlp.down  shard(row, output=R, over=tp)`"),
-    **_helps_for("capture trace", "nothing has to be traced: drop the row"),
+    **_helps_for(
+        "sync", "set the placement of the output: `mlp.down  shard(row, output=R, over=tp)`"
+    ),
+    **_helps_for("capture trace", "drop the row: tracing needs no row"),
     **_helps_for(
         "plan search tune",
-        "stages by what they cost: `layers  pipeline_split(over=pp, balance=time)`",
-        "what is recomputed: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
-        "a command writes rows for a model and a mesh: `schedlang init MODEL`",
+        "balance stages by cost: `layers  pipeline_split(over=pp, balance=time)`",
+        "plan recomputation: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
+        "write rows for a model and a mesh with a command: `schedlang init MODEL`",
     ),
     **_helps_for(
-        "simulate", "that is a command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
+        "simulate", "use the command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
     ),
     **_helps_for(
-        "protect", "a program saves and loads its state under any layout: `program.save(path)`"
+        "protect", "save and load the state in Python, under any layout: `program.save(path)`"
     ),
-    **_helps_for("init", "a command writes rows for a model: `schedlang init MODEL`"),
+    **_helps_for("init", "write rows for a model with a command: `schedlang init MODEL`"),
     **_helps_for(
         "relax",
-        'it stands on the step whose rows give something up: `step "name" relax(staleness) {`',
+        'write it at the step whose rows need it: `step "name" relax(staleness) {`',
     ),
     **_helps_for(
         "cache",
-        "no row keeps stale copies of rows of an embedding: "
-        "`embed  shard(vocab, over=tp)` splits it",
+        "no primitive caches rows of an embedding; shard it: `embed  shard(vocab, over=tp)`",
     ),
 }
 
@@ -158,25 +157,27 @@ class Other(NamedTuple):
 
 Table = Mapping[str, Other]  # keys: `argument=value`, `argument`, or `=value` for a positional one
 
-_OWN_MASK = "a kernel hides what the model's own mask hides, and is tried against the module"
-_OWN_DRAWS = "masks of dropout are drawn as the model draws them, and nothing is given up"
-_ROUTER = "how tokens are routed is the model's own, and stays"
+_OWN_MASK = "a kernel uses the model's own mask, and is compared with the module"
+_OWN_DRAWS = "dropout masks are drawn as the model draws them; results do not change"
+_ROUTER = "the model's own router stays"
 _AS_STORED = "parameters, their gradients and moments stay as they are stored"
 _ONE = "a row moves one thing"
-_CHOSEN = "what is moved or recomputed is chosen by the selector: `layers[:6]`"
-_ORDER = Other("", "in which order stages run is a row of its own", 'pipeline(order="{}", micro=4)')
+_CHOSEN = "choose the modules with the selector: `layers[:6]`"
+_ORDER = Other("", "the order of stages needs a separate row", 'pipeline(order="{}", micro=4)')
 _EXPERTS_BESIDE = Other(
     None,
-    "tokens are sent in parts, each under way while the part before is computed",
+    "tokens are sent in chunks; each is sent while the one before is computed",
     "layers.*.mlp.experts  expert_parallel(over=ep, chunks=2)",
 )
 _GRADIENTS = Other("gradients")
 _TRANSFERS = Other("transfers")
 _BEHIND = Other(
-    None, "gathers run ahead of the modules that need them", "zero(stage=3, over=dp, prefetch=1)"
+    None,
+    "parameters are gathered before their modules need them",
+    "zero(stage=3, over=dp, prefetch=1)",
 )
-_GRID = "a product over a grid of ranks has a verb of its own"
-_EIGHT = "no row computes in eight bits; sixteen are the fewest"
+_GRID = "products over a grid of ranks have their own primitive"
+_EIGHT = "no primitive computes with 8 bits; 16 are the fewest"
 
 
 def _entry_for(words: str, one: Other) -> dict[str, Other]:
@@ -188,7 +189,7 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for(
             "save=flash_attention save=sdpa save=flex_attention save=flash save=attn save=attn_out"
             " save=attention_core save=scaled_dot_product_attention",
-            Other("attention", "`attention` is whichever kernel computes it"),
+            Other("attention", "`attention` means any attention kernel"),
         ),
         **_entry_for(
             "save=matmul save=mm save=gemm save=linears save=matrix_products", Other("linear")
@@ -197,19 +198,19 @@ ARGUMENTS: Mapping[str, Table] = {
             "save=all_to_all save=all_reduce save=all_gather save=reduce_scatter save=comm",
             Other("collective"),
         ),
-        "=selective": Other("save=[linear]", "`save` names what is kept"),
+        "=selective": Other("save=[linear]", "`save` lists the results that are saved"),
         "=full": Other(""),
-        "=except_last": Other(None, "the others are selected", "layers[:-1]  checkpoint()"),
+        "=except_last": Other(None, "select the other modules", "layers[:-1]  checkpoint()"),
         "=dtr": Other("plan=dtr, memory=2GiB"),
         "=rotor": Other("plan=rotor, memory=2GiB"),
         "=sqrt": Other("group=sqrt"),
         "=save": Other("save=[attention]"),
-        **_entry_for("mem budget", Other("plan=rotor, memory={}", "a plan fits modules into it")),
+        **_entry_for(
+            "mem budget", Other("plan=rotor, memory={}", "a plan fits the modules into this memory")
+        ),
         **_entry_for(
             "mem=cap budget=cap cap",
-            Other(
-                "memory=2GiB, plan=rotor", "a plan fits modules into the memory that it is given"
-            ),
+            Other("memory=2GiB, plan=rotor", "a plan fits the modules into this memory"),
         ),
         **_entry_for("segments into", Other("group=sqrt", "`group` counts the modules of a group")),
         **_entry_for("policy context_fn", Other("save=[linear]")),
@@ -226,15 +227,18 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("window=auto prefetch=auto =stream", Other("prefetch=1")),
         "window": Other("prefetch={}"),
         **_entry_for("ratio =pipeline_aware group chunk", Other("", _CHOSEN)),
-        **_entry_for("pin_memory non_blocking", Other("", "copies are pinned and beside on a GPU")),
-        "optimizer": Other("", "the step is made where its state lies"),
+        **_entry_for(
+            "pin_memory non_blocking",
+            Other("", "on a GPU copies are pinned and run on a separate stream"),
+        ),
+        "optimizer": Other("", "the step runs where its state is"),
         **_entry_for("=optimizer =optim", Other("", _ONE, "offload(optimizer, to=cpu)")),
         **_entry_for("=params =parameters", Other("", _ONE, "offload(parameters, to=cpu)")),
         **_entry_for("=grads =gradients", Other("", _ONE, "offload(gradients, to=cpu)")),
         "=activations": Other("", _ONE, "layers.*  offload(activations, to=cpu)"),
         "prefetch=predict": Other("prefetch=1"),
         "stage": Other(
-            None, "what a stage saves is parked by an order", 'pipeline(order="BPipe", micro=8)'
+            None, "an order moves the saved tensors of a stage", 'pipeline(order="BPipe", micro=8)'
         ),
     },
     "compress": {
@@ -243,7 +247,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "what=weights what=params what=pipe what=a2a what=pipe.backward",
             Other(
                 None,
-                "sums of gradients and saved activations are what is sent or kept in few bytes",
+                "only gradient all-reduces and saved activations can be compressed",
                 "compress(gradients, int8, over=dp)",
             ),
         ),
@@ -252,10 +256,10 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("group block_size", Other("block={}")),
         **_entry_for(
             "error feedback ef",
-            Other("error_feedback=true", "`error_feedback` is on if nothing is said"),
+            Other("error_feedback=true", "`error_feedback` is on by default"),
         ),
-        "stochastic": Other("", "rounding is stochastic always"),
-        "=stochastic": Other("", "rounding is stochastic always"),
+        "stochastic": Other("", "rounding is always stochastic"),
+        "=stochastic": Other("", "rounding is always stochastic"),
         **_entry_for("ema per select warmup two_level =a2a =two_level =adam", Other("")),
     },
     "cast": {
@@ -265,13 +269,13 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Other("bf16", _EIGHT)),
         **_entry_for(
             "loss_scale=dynamic =loss_scale scaler grad_scaler",
-            Other("", "any `fp16` row scales the loss, and follows it"),
+            Other("", "each `fp16` row scales the loss, and adapts the scale"),
         ),
         "loss_scale": Other("scale={}"),
         **_entry_for("master =master =master_weights", Other("", _AS_STORED)),
-        "=autocast": Other("", "it is torch's autocast unless `params=true` is said"),
+        "=autocast": Other("", "it is torch's autocast unless you write `params=true`"),
         **_entry_for("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Other("")),
-        "reduce": Other("", "gradients are summed in the dtype that they are stored in"),
+        "reduce": Other("", "gradients are reduced in the dtype in which they are stored"),
     },
     "fuse": {
         **_entry_for("with=triton backend=triton with=rowwise", Other("backend=rowwise")),
@@ -282,9 +286,7 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
         "with=auto": Other("backend=auto"),
         "rng": Other("", _OWN_DRAWS),
-        **_entry_for(
-            "fullgraph dynamic mode", Other("", "a region is one graph, or it is refused")
-        ),
+        **_entry_for("fullgraph dynamic mode", Other("", "a region must be one graph")),
     },
     "replace_kernel": {
         "causal": Other("", _OWN_MASK),
@@ -292,7 +294,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "mask window dropout dropout_p scale softcap is_causal softmax_scale",
             Other("", _OWN_MASK),
         ),
-        **_entry_for("eps offset block", Other("", "it is found by probing the module")),
+        **_entry_for("eps offset block", Other("", "it is measured on the module")),
         **_entry_for("kernel=flash kernel=fa kernel=flash_attn", Other("flash_attention")),
         **_entry_for("kernel=flex", Other("flex_attention")),
         **_entry_for(
@@ -316,7 +318,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "kernel=sliding_window kernel=tiled_gemm",
             Other(
                 None,
-                "a kernel computes what its module computes; another module is your own",
+                "a kernel computes the same as its module; use your own module instead",
                 "layers.*.attn  replace(my_attention)",
             ),
         ),
@@ -330,19 +332,22 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("order schedule using =", _ORDER),
         **_entry_for(
             "into stages parts",
-            Other("", "as many stages as `over` has ranks, times the `chunks` of the order"),
+            Other(
+                "", "the number of stages is the ranks of `over` times the `chunks` of the order"
+            ),
         ),
         **_entry_for(
             "chunks waves directions",
             Other(
                 "",
-                "stages on each rank are the order's",
+                "the order sets the stages on each rank",
                 'pipeline(order="Interleaved1F1B", micro=8, chunks={})',
             ),
         ),
-        "side": Other("", "a stage begins with the module that is named"),
+        "side": Other("", "a stage begins with the selected module"),
         **_entry_for(
-            "micro microbatches", Other("", "the order says it", 'pipeline(order="1F1B", micro={})')
+            "micro microbatches",
+            Other("", "the order takes this argument", 'pipeline(order="1F1B", micro={})'),
         ),
     },
     "pipeline": {
@@ -357,12 +362,17 @@ ARGUMENTS: Mapping[str, Table] = {
     "zero": {
         "reshard_after_forward": Other("reshard={}"),
         **_entry_for(
-            "unit =unit =chunk capture", Other("", "units are the elements of the model's lists")
+            "unit =unit =chunk capture",
+            Other("", "units are the elements of the model's module lists"),
         ),
         **_entry_for("offload cpu_offload", Other("", "", "offload(optimizer, to=cpu)")),
         **_entry_for(
             "secondary group",
-            Other("", "slices stay within an axis of a mesh", "zero(stage=0, over=nodes)"),
+            Other(
+                "",
+                "slices are over the axes of `over`; replicate over another axis",
+                "zero(stage=0, over=nodes)",
+            ),
         ),
     },
     "shard": {
@@ -373,7 +383,7 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("style=rowwise style=row_parallel", Other("row")),
         **_entry_for(
             "style=seq style=sequence",
-            Other("input=S(seq), output=S(seq)", "a norm between two sharded layers"),
+            Other("input=S(seq), output=S(seq)", "this is for a norm between two sharded layers"),
         ),
         **_entry_for("style=vocab_parallel style=embedding", Other("vocab")),
         "style=summa": Other(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
@@ -382,13 +392,13 @@ ARGUMENTS: Mapping[str, Table] = {
             "style=h style=w style=spatial",
             Other(
                 None,
-                "pictures are split along a dim; how far neighbours reach is found by trying",
+                "images are split along a dim; the halo is measured",
                 "conv  shard(input=S(2), output=S(2), over=sp)",
             ),
         ),
         "style=dim": Other(
             None,
-            "what a module wants and gives is said at its ends",
+            "set the placements of input and output",
             "layers.*.attn  shard(input=S(2), output=S(1), over=cp)",
         ),
         **_entry_for(
@@ -402,14 +412,14 @@ ARGUMENTS: Mapping[str, Table] = {
             "rng=per_rank rng",
             Other(
                 "",
-                "every rank draws the whole mask and keeps its part:"
+                "every rank draws the full mask and keeps its shard:"
                 " the same numbers as one process",
             ),
         ),
         **_entry_for("gather_output", Other("output=R")),
         "input_is_parallel": Other("input=S(-1)"),
         "sequence_parallel": Other("output=S(seq)"),
-        **_entry_for("halo stride", Other("", "how far neighbours reach is found by tracing")),
+        **_entry_for("halo stride", Other("", "the halo is found by tracing")),
     },
     "context_parallel": {
         **_entry_for("method=ring_attention method=p2p", Other("ring")),
@@ -422,8 +432,8 @@ ARGUMENTS: Mapping[str, Table] = {
             "layout=head_tail layout=load_balanced layout=balanced", Other("layout=zigzag")
         ),
         **_entry_for("layout=stripe layout=round_robin", Other("layout=striped")),
-        "balance": Other("layout=zigzag", "a layout gives all ranks equal work"),
-        "double": Other("", "rings in rings have a word: `double_ring, over=(nodes, gpus)`"),
+        "balance": Other("layout=zigzag", "this layout gives all ranks equal work"),
+        "double": Other("", "for rings in rings write `double_ring, over=(nodes, gpus)`"),
         **_entry_for("blockwise store inner_ring first causal c", Other("")),
     },
     "expert_parallel": {
@@ -435,9 +445,7 @@ ARGUMENTS: Mapping[str, Table] = {
         "=fetch": Other("dispatch=fetch"),
         "=experts": Other(""),
         "=adaptive": Other(""),
-        **_entry_for(
-            "capacity=inf capacity=infinite", Other("", "no token is dropped if nothing is said")
-        ),
+        **_entry_for("capacity=inf capacity=infinite", Other("", "by default no token is dropped")),
         "capacity_factor": Other("capacity={}"),
         **_entry_for("degree slices parts", Other("chunks={}")),
         **_entry_for("tp tensor", Other("inner=tp")),
@@ -456,29 +464,30 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
         "what=load": Other(
             None,
-            "copies run ahead of the modules that need them",
+            "copies start before their modules need them",
             "offload(parameters, to=cpu, prefetch=1)",
         ),
         "what=place": Other(
             None,
-            "hot experts come to all tokens",
+            "hot experts are copied to all ranks",
             "layers.*.mlp.experts  expert_parallel(over=ep, shadow=[0])",
         ),
         **_entry_for(
             "what=priority what=first_layer_first what=optimal_order",
-            Other("gradients", "sums begin in the order in which backward makes them"),
+            Other(
+                "gradients",
+                "all-reduces start in the order in which backward computes the gradients",
+            ),
         ),
         "into": Other(""),
-        **_entry_for(
-            "with priority", Other("", "what runs beside is whatever there is to compute")
-        ),
+        **_entry_for("with priority", Other("", "communication overlaps with any computation")),
     },
     "split_backward": _entry_for("=wgrad =late wgrad", Other("")),
     "pad": _entry_for("to multiple_of", Other("multiple={}")),
     "freeze": _entry_for(
         "names=grad_norm names=rotate",
-        Other(None, "which modules are trained is said by a selector", "layers[:2]  freeze()"),
+        Other(None, "select the modules that are frozen", "layers[:2]  freeze()"),
     ),
-    "tie": {"to": Other("", "the first of the selected modules gives its parameters")},
-    "verify": {"atol": Other("", "in float64 what is allowed follows from the norms")},
+    "tie": {"to": Other("", "the first selected module gives its parameters")},
+    "verify": {"atol": Other("", "in float64 the tolerance follows from the norms")},
 }
