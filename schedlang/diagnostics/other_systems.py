@@ -41,7 +41,7 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     ),
     **_helps_for(
         "sequence_parallel sp",
-        "shard norms along the sequence: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
+        "shard norms along tokens: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
         _SEQUENCES,
     ),
     **_helps_for("ring ring_attention ulysses cp", _SEQUENCES),
