@@ -44,9 +44,9 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
     ),
     "W703": (
         "a kernel leaves calls to the model",
-        "The kernel does not support every call of its module: not other shapes, some arguments,\n"
-        "rows that are too long, or a norm with hooks or a unit of its own. For such a call the\n"
-        "module's own forward runs. The result is correct, but not faster. `plan`, `verify` and\n"
-        "`run` report where and why; from Python it is a warning.",
+        "The kernel does not support every call of its module. Examples are other shapes, some\n"
+        "arguments, rows that are too long, and a norm with hooks or its own row. For such a call\n"
+        "the module's own forward runs. The result is correct, but not faster. `plan`, `verify`\n"
+        "and `run` report where and why; from Python it is a warning.",
     ),
 }
