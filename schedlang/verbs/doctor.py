@@ -102,16 +102,16 @@ def _head_line(folder: Path, found: Diagnosis) -> str:
 def _gone_lines(found: Diagnosis) -> list[str]:
     lines = [f"  rank {rank} has written nothing" for rank in found.never]
     if found.silent.keys() == found.job.ledgers.keys():
-        return [*lines, f"  no rank gave a sign for {min(found.silent.values()):.0f} s"]
+        return [*lines, f"  no rank has written for {min(found.silent.values()):.0f} s"]
     for rank, seconds in found.silent.items():
-        how = "its process has ended without a word, or is stopped"
+        how = "its process has ended without a message, or is stopped"
         host = found.job.ledgers[rank].host
-        lines.append(f"  rank {rank} ({host}) gave no sign for {seconds:.0f} s: {how}")
+        lines.append(f"  rank {rank} ({host}) has not written for {seconds:.0f} s: {how}")
     for rank, one in found.job.ledgers.items():
         if one.error:
             lines.append(f"  rank {rank} ended by {one.error}")
         elif one.over and len(found.over) < len(found.job.ledgers):
-            lines.append(f"  rank {rank} has ended in order")
+            lines.append(f"  rank {rank} has ended normally")
     return lines
 
 
@@ -120,12 +120,12 @@ def _cause_lines(found: Diagnosis, rank: int) -> list[str]:
     lines = []
     for one in found.missing:
         if rank in one.absent:
-            lines.append(f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}")
+            lines.append(f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}")
             lines += [f"  row {one.op.row}"] * bool(one.op.row)
             lines.append(f"  {_who_waits(one.waiting)} in it for {one.seconds:.0f} s")
     ledger = found.job.ledgers.get(rank)
     if ledger is not None and not ledger.over:
-        lines.append("  it stands in")
+        lines.append("  it is in")
         lines += [f"    {call}" for call in _user_calls(ledger)]
     return lines
 
@@ -144,9 +144,11 @@ def _circle_lines(found: Diagnosis) -> list[str]:
     for one in found.missing:
         for rank in one.absent:
             lines.append(
-                f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}: it waits, too"
+                f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}: it waits, too"
             )
-    return lines or ["all have come to what they wait for: the network does not carry it"]
+    return lines or [
+        "all ranks have reached the operation that they wait for: the network does not deliver it"
+    ]
 
 
 def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
@@ -155,7 +157,7 @@ def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
     for rank, op in zip(ranks, ops):
         lines.append(f"  rank {rank}: {op.op}{_op_details(op)}")
         lines += [f"    row {op.row}"] * bool(op.row)
-    return [*lines, "  what only one of them does has been left out by the other"]
+    return [*lines, "  the other rank has skipped what only one of them does"]
 
 
 def _pending_line(one: Missing) -> str:
