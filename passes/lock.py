@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 
 _MOST, _DIGITS = 1_000_000, 19  # names of one range; digits of a number
-WHOLE = "."  # the model itself, whose own name is empty
+MODEL_ROOT = "."  # the model itself, whose own name is empty
 Numbers = tuple[int, ...]
 Range = tuple[int, int]
 
 
-def gathered(names: Iterable[str]) -> list[str]:
+def compress_names(names: Iterable[str]) -> list[str]:
     """Return the fewest names with ranges (`0..3`, both included) for these names, sorted."""
     alike: dict[str, set[Numbers]] = {}
     every = set(names)
-    whole = sorted(every & {WHOLE})
-    for name in every - {WHOLE}:
+    whole = sorted(every & {MODEL_ROOT})
+    for name in every - {MODEL_ROOT}:
         numbers = tuple(int(part) for part in name.split(".") if _is_number(part))
         alike.setdefault(_number_free(name), set()).add(numbers)
     found = [(shape, box) for shape, held in alike.items() for box in _range_products(held)]
     return whole + [_format_name(shape, box) for shape, box in sorted(found)]
 
 
-def spread(name: str) -> Iterator[str]:
+def expand_names(name: str) -> Iterator[str]:
     """Return the names that a name with ranges stands for, in order; ValueError if far too many."""
-    if name == WHOLE:
+    if name == MODEL_ROOT:
         return iter([name])
     choices: list[list[str]] = []
     many = 1
@@ -147,7 +147,7 @@ class Lock:
         return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = ()) -> Lock:
+def make_lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = ()) -> Lock:
     """Make the lock of a plan and its costs; the model may be on the meta device."""
     model = plan.model.model
     sections = {
@@ -160,7 +160,7 @@ def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = (
         "rows": _rows(plan),
         "placements": dict(_placements(plan)),
         "activations": dict(_activations(plan)),
-        "stages": {name or WHOLE: (str(stage),) for name, stage in account.stages.items()},
+        "stages": {name or MODEL_ROOT: (str(stage),) for name, stage in account.stages.items()},
         "collectives": _collectives(plan, account),
         "ranks": dict(_ranks(account)),
     }
@@ -199,7 +199,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield plain names of classes: the module path of a class is not structure."""
     for name, module in model.named_modules(remove_duplicate=False):
         said = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
-        yield name or WHOLE, (f"{type(module).__qualname__}({said})",)
+        yield name or MODEL_ROOT, (f"{type(module).__qualname__}({said})",)
 
 
 def _tensor(dtype: object, shape: object) -> str:
@@ -207,7 +207,7 @@ def _tensor(dtype: object, shape: object) -> str:
 
 
 def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for fact in plan.model.unique.values():
+    for fact in plan.model.unique_parameters.values():
         said = _tensor(fact.dtype, fact.shape) + ("" if fact.requires_grad else ", frozen")
         yield fact.name, (said, *(f"tied to {name}" for name in fact.names[1:]))
 
@@ -215,17 +215,17 @@ def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _rows(plan: Plan) -> Section:
     found: dict[str, tuple[str, ...]] = {}
     for action in plan.actions:
-        if not action.acts:
+        if not action.has_effect:
             continue  # a check changes nothing
         said = f"{action.name}({arguments_text(action.primitive)})"
         for site in action.sites:
-            found[site or WHOLE] = (*found.get(site or WHOLE, ()), said)
+            found[site or MODEL_ROOT] = (*found.get(site or MODEL_ROOT, ()), said)
     return found
 
 
 def _placements(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in plan.layouts:
-        held = plan.held(name)
+        held = plan.effective_layout(name)
         blocks = [f"dim {s.dim} in blocks {list(s.blocks)}" for s in held.splits if s.blocks[1:]]
         if held.splits:
             yield name, (", ".join((held.show(), *blocks)),)
@@ -235,17 +235,17 @@ def _activations(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for fqn, edges in plan.boundaries.items():
         said = [f"{edge.axis}: {edge.show()}" for edge in edges if plan.mesh.size(edge.axis) > 1]
         if said:
-            yield fqn or WHOLE, tuple(said)
+            yield fqn or MODEL_ROOT, tuple(said)
 
 
 def _collectives(plan: Plan, account: Account) -> Section:
     if account.collectives is None:
-        return {WHOLE: ("not counted: there is no batch to count them with",)}
+        return {MODEL_ROOT: ("not counted: there is no batch to count them with",)}
     line = plan.cuts[0].axis if plan.cuts else ""
     found: dict[str, list[str]] = {}
     for one in account.collectives:
         at = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
-        found.setdefault(one.fqn or WHOLE, []).append(
+        found.setdefault(one.fqn or MODEL_ROOT, []).append(
             f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{at}, {one.what}: "
             f"{one.count} x {one.bytes} B"
         )
@@ -254,7 +254,7 @@ def _collectives(plan: Plan, account: Account) -> Section:
 
 def _ranks(account: Account) -> Iterator[tuple[str, tuple[str, ...]]]:
     if account.classes is None:
-        yield WHOLE, ("not counted: there is no batch to cut the model with",)
+        yield MODEL_ROOT, ("not counted: there is no batch to cut the model with",)
         return
     for one in account.classes:
         yield (
@@ -294,7 +294,7 @@ def _section_lines(section: Section) -> Iterator[str]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, said in section.items():
         alike.setdefault(said, []).append(name)
-    lines = [(name, said) for said, names in alike.items() for name in gathered(names)]
+    lines = [(name, said) for said, names in alike.items() for name in compress_names(names)]
     for name, said in sorted(lines, key=lambda line: _sort_key(line[0])):
         if len(said) == 1:
             yield f"{_quoted(name)} = {_quoted(said[0])}"
@@ -348,7 +348,7 @@ def _entries(section: Any, name: str) -> Section:
         if not all(isinstance(text, str) for text in texts):
             _refuse(name, f"`{key}` has a value that is not a string")
         try:
-            found |= dict.fromkeys(spread(key), texts)
+            found |= dict.fromkeys(expand_names(key), texts)
         except ValueError as error:
             _refuse(name, f"`{key[:60]}` {error}")
     return found
@@ -397,7 +397,7 @@ class Change:
         }
 
 
-def changes(old: Lock, new: Lock) -> list[Change]:
+def compare_locks(old: Lock, new: Lock) -> list[Change]:
     """List the differences of two locks, without versions of packages."""
     found: list[Change] = []
     for section in SECTIONS:
@@ -407,7 +407,7 @@ def changes(old: Lock, new: Lock) -> list[Change]:
     return found
 
 
-def versions(old: Lock, new: Lock) -> list[str]:
+def changed_versions(old: Lock, new: Lock) -> list[str]:
     """Describe the packages whose versions differ."""
     was, now = dict(old.made), dict(new.made)
     return [
@@ -425,4 +425,4 @@ def _section_changes(section: str, old: Section, new: Section) -> Iterator[Chang
             alike.setdefault(pair, []).append(name)
     for (was, now), names in alike.items():
         sign = "~" if was and now else "-" if was else "+"
-        yield Change(sign, section, tuple(gathered(names)), was, now)
+        yield Change(sign, section, tuple(compress_names(names)), was, now)

@@ -15,77 +15,85 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.expert_capacity import find_capacities
 from schedlang.passes.analyze.holdings import is_lossy
-from schedlang.passes.analyze.routing import routings
-from schedlang.passes.localize.blame import placed, suspected
-from schedlang.passes.localize.localise import Failure
-from schedlang.passes.simulate.expected import bounds
-from schedlang.passes.simulate.gains import Gained, gained
-from schedlang.passes.verify.asked import (
-    IN_ORACLE,
-    STEPS,
-    Asked,
-    asked,
-    baseline,
-    exact_rows,
-    given_up,
-)
-from schedlang.passes.verify.changed import changed_rows
+from schedlang.passes.localize.blame import add_suspects, locate_refusal
+from schedlang.passes.localize.module_search import Failure
+from schedlang.passes.simulate.expectations import list_bounds
+from schedlang.passes.simulate.kernel_gains import RowGain, count_step_gains
+from schedlang.passes.verify.changed_model import compare_changed_model
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.conditioning import MAGNIFIED
-from schedlang.passes.verify.finite import check_original, check_trained
-from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
-from schedlang.passes.verify.outputs import with_outputs
+from schedlang.passes.verify.kernel_trials import run_trials
+from schedlang.passes.verify.observe import NATIVE_DRAWS, Condition, Key, Observation
+from schedlang.passes.verify.original_checks import check_finite, check_trainable
 from schedlang.passes.verify.probe import check_own_parts, check_parts
-from schedlang.passes.verify.randomness import native_draws
-from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
-from schedlang.passes.verify.saved import (
+from schedlang.passes.verify.proof_case import (
+    Case,
+    observe_on_rank,
+    observe_programs,
+    prepare_case,
+    randomised_float64,
+    run_original,
+    working_case,
+)
+from schedlang.passes.verify.randomness import check_native_draws
+from schedlang.passes.verify.requirements import (
+    IN_ORACLE,
+    STEPS,
+    Requirements,
+    compare_exact,
+    inexact_rules,
+    requirements_of,
+    without_exact_rows,
+)
+from schedlang.passes.verify.saved_state import (
     NO_OUTPUTS,
-    UNLIKE,
+    STATISTICS_GAP,
     Outputs,
     archive_rows,
-    loaded,
-    reloaded,
-    saved,
+    load_on_one_rank,
+    load_on_ranks,
+    saved_condition,
 )
-from schedlang.passes.verify.sides import (
-    Case,
-    as_worked,
-    observed,
-    original,
-    prepared,
-    tried,
-    widened,
+from schedlang.passes.verify.stage_outputs import add_stage_outputs
+from schedlang.passes.verify.training_runs import (
+    TrainingRuns,
+    find_gaps,
+    missing_kinds,
+    plan_runs,
+    repeating_blocks,
+    separate_rows,
+    unused_parameters,
 )
-from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
-    CHOSEN,
-    SCALED,
-    TIPPED,
-    Rounded,
-    as_it_stands,
+    CHOICES_NOTE,
+    ROUNDED_NOTE,
+    SCALE_NOTE,
+    WorkingRun,
     check_cast,
     curve_rows,
-    magnified,
-    rounded,
-    undecided,
+    float64_bounds,
+    observe_original,
+    observe_ranks,
+    split_undecided,
 )
 from schedlang.report import Report, Row
 from schedlang.runtime.comm import world as job
+from schedlang.runtime.declined_calls import DeclinedCalls, declined_in, merge_declined
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kept_outside import kept_outside
-from schedlang.runtime.launch.forkserver import progress as tell
-from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
-from schedlang.runtime.launch.pool import Pool, shared, temporary, threads_of_ranks
-from schedlang.runtime.left import Left, left_in, merged
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.launch.forkserver import report_progress as tell
+from schedlang.runtime.launch.pool import Pool, shared_pool, temporary_folder, use_threads_of_ranks
+from schedlang.runtime.launch.rank_job import Hang, TimeIsUp, current_limit, lift_limit
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
 # observations in float64 and in the working dtype, saved state, calls that kernels declined, and
 # the baseline's first step
-_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...], Observation]
+_Ran = tuple[Observation, Observation, dict[str, Any], tuple["DeclinedCalls", ...], Observation]
 _SAVED = "saved"  # message of a rank: its state is saved
 _BASELINE = "_schedlang_baseline"  # attribute that marks a refusal of the baseline
 
@@ -103,24 +111,30 @@ def prove(
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
     check_world(case.plan)
-    with kept_outside(case.plan.model.model, case.loss), threads_of_ranks(case.plan.mesh.world):
+    with (
+        restore_global_state(case.plan.model.model, case.loss),
+        use_threads_of_ranks(case.plan.mesh.world),
+    ):
         return _prove(case, pool, title, command, progress)
 
 
 def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
-    pool = pool or shared()
-    wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
-    held = bounds(meant, whole, case.loss, case.weight)
-    case = check_trained(replace(case, meant=None))
-    case = prepared(_repeat_batches(case, wanted.steps))
-    own_case, working, case = case, as_worked(case), widened(case)
+    pool = pool or shared_pool()
+    wanted, (meant, whole) = (
+        requirements_of(case.plan),
+        case.expected_for or (case.plan, case.batches[0]),
+    )
+    held = list_bounds(meant, whole, case.loss, case.weight)
+    case = check_trainable(replace(case, expected_for=None))
+    case = prepare_case(_repeat_batches(case, wanted.steps))
+    own_case, working, case = case, working_case(case), randomised_float64(case)
     check_cast(working)
-    fewer = () if working is None else gained(working.plan, working.batches[0])
+    fewer = () if working is None else count_step_gains(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
-    working = working and replace(working, parted=case.parted)
-    ran = runs(case, wanted.evaluate)
+    working = working and replace(working, by_parts=case.by_parts)
+    ran = plan_runs(case, wanted.evaluate)
     conditions = ran.conditions
     original_run = _OriginalRun(own_case, case, working, conditions)
     without, meanwhile = _make_baseline(own_case, case), original_run.begin
@@ -130,20 +144,23 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
         if refusal is original_run.refused:
             raise
         progress("the row to blame")
-        raise placed(refusal, case, conditions, pool) from refusal.__cause__
+        raise locate_refusal(refusal, case, conditions, pool) from refusal.__cause__
     (expected, drawn), actual = original_run.seen, seen[0]
     rows = _compare(case, working, conditions, expected, seen, pool, original_run.plain)
-    rows, unsure = undecided(rows)
+    rows, unsure = split_undecided(rows)
     bits, unchecked = _baseline_rows(case, plain, seen[4], _add_order(actual, expected))
     extra, more = _check_working_dtype(working, conditions, wanted, pool)
     report = Report(
-        (*rows, *bits, *extra, *changed_rows(case)),
+        (*rows, *bits, *extra, *compare_changed_model(case)),
         title=title,
         facts=(*_facts(case, ran), *_kernel_facts(fewer, seen[3]), *_rounding_facts(rows)),
         command=command,
         equivalence=_equivalence_class(case),
         unchecked=(*unsure, *unchecked, *more),
-        gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
+        gaps=(
+            *_gaps(case, ran, expected, actual, drawn),
+            *separate_rows(case.plan, working is not None),
+        ),
         bounds=held,
     )
     if any(not row.ok for row in report.rows):
@@ -163,13 +180,13 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
 def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
     """Find the rows to blame; a search that fails or takes too long does not change the verdict."""
     try:
-        return suspected(report, failure, pool)
+        return add_suspects(report, failure, pool)
     except Refusal:
         raise
     except (Hang, TimeIsUp):  # the difference itself is known
-        if (limit := current()) is None or limit.left > 0:
+        if (limit := current_limit()) is None or limit.remaining > 0:
             raise
-        let_go()
+        lift_limit()
         why = "out of time"
     except Exception as error:
         why = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -185,24 +202,24 @@ def _repeat_batches(case: Case, steps: int) -> Case:
 
 def _equivalence_class(case: Case) -> str:
     """Return the equivalence class of a schedule."""
-    names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
-    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
+    names = ["batch_stats"] * case.by_parts + ["staleness"] * (case.table is not None)
+    names += ["routing"] * any(find_capacities(case.plan)) + ["lossy"] * is_lossy(case.plan)
     names += ["dtype"] * ("dtype" in case.plan.gives_up)
     names += sorted(case.plan.gives_up & IN_ORACLE)
     if names:
         return f"relaxed ({', '.join(names)})"
-    return "algebraic" if given_up(case.plan) else "exact"
+    return "algebraic" if inexact_rules(case.plan) else "exact"
 
 
 def _check_working_dtype(
-    working: Case | None, conditions: Sequence[Condition], wanted: Asked, pool: Pool
+    working: Case | None, conditions: Sequence[Condition], wanted: Requirements, pool: Pool
 ) -> tuple[list[Row], list[str]]:
     """Return rows of kernel trials and loss curves, and what of them could not be run."""
     if working is None:
         lost = ["the `rtol` of `verify`"] if wanted.rtol else []
         lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
         return [], [f"{what}: nothing was run in a working dtype" for what in lost]
-    rows, untried = trials(working, conditions)
+    rows, untried = run_trials(working, conditions)
     return [*rows, *curve_rows(working, wanted.curves, pool)], untried
 
 
@@ -257,14 +274,14 @@ class _OriginalRun:
         expected, _ = self.seen
         if self.working is not None:
             with suppress(Exception):
-                self.plain = as_it_stands(self.working, self.conditions, expected)
+                self.plain = observe_original(self.working, self.conditions, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and the number of masks drawn."""
         try:
-            expected, drawn = original(self.case, self.conditions)
-            check_original(self.case, self.conditions, expected)
+            expected, drawn = run_original(self.case, self.conditions)
+            check_finite(self.case, self.conditions, expected)
         except Refusal as refusal:
             self.refused = refusal
             raise
@@ -293,22 +310,22 @@ def _run_ranks(
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
             with suppress(Exception):  # ranks load the state too, and report its errors first
-                archive.append(loaded(case, conditions, folder))
+                archive.append(load_on_one_rank(case, conditions, folder))
         elif rank == 0 and progress is not None:  # progress of the first rank only
             progress(stage, min(next(done), steps), steps)
 
     stage = f"{world} rank{'s' * (world > 1)}"
     if progress is not None:
         progress(stage, 0, steps)
-    with temporary() as folder:
-        sent = with_outputs(case, working, conditions)
+    with temporary_folder() as folder:
+        sent = add_stage_outputs(case, working, conditions)
         step = None if plain is None else _first_step(plain, conditions)
         own_case = (*sent, folder, step)
         every = pool.run(_run_rank, world, *own_case, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
-        outputs = NO_OUTPUTS if case.parted else again  # each replica has its own statistics
-        left = merged(one for ran in every for one in ran[3])
-        state = archive[0] if archive else loaded(case, conditions, folder)
+        outputs = NO_OUTPUTS if case.by_parts else again  # each replica has its own statistics
+        left = merge_declined(one for ran in every for one in ran[3])
+        state = archive[0] if archive else load_on_one_rank(case, conditions, folder)
         return seen, worked, state | {"outputs": outputs}, left, without
 
 
@@ -323,20 +340,20 @@ def _compare(
 ) -> list[Row]:
     """Return the rows of one run of the ranks; `plain` as in `Rounded`."""
     actual, worked, archive, *_ = ran
-    exact = not given_up(case.plan) and not case.parted
+    exact = not inexact_rules(case.plan) and not case.by_parts
     rows = [*compare(expected, actual, exact=exact)]
     if not exact and any(not row.ok for row in rows):
-        rows = magnified(case, conditions, expected).widen(rows, actual)
-    rows += archive_rows(conditions[saved(conditions)].name, archive, actual)
+        rows = float64_bounds(case, conditions, expected).widen_gates(rows, actual)
+    rows += archive_rows(conditions[saved_condition(conditions)].name, archive, actual)
     if working is None:
         return rows
     wrong, world = any(not row.ok for row in rows), case.plan.mesh.world
 
     def again(other: Case) -> Observation:
-        found: Observation = pool.run(rounded, world, other, tuple(conditions), [])[0]
+        found: Observation = pool.run(observe_ranks, world, other, tuple(conditions), [])[0]
         return found
 
-    against = Rounded(case, working, conditions, expected, worked, again, plain)
+    against = WorkingRun(case, working, conditions, expected, worked, again, plain)
     return rows + against.rows(wrong=wrong)
 
 
@@ -360,12 +377,12 @@ def _make_baseline(own_case: Case, case: Case) -> _Baseline:
     The plan is traced on the model of `own_case`, because some facts of that model are known.
     """
     assert own_case.prepared is not None
-    found = baseline(own_case.plan, own_case.prepared.staged.timeline.replicas)
-    if found is None or (not given_up(case.plan) and not case.parted):
+    found = without_exact_rows(own_case.plan, own_case.prepared.staged.timeline.replicas)
+    if found is None or (not inexact_rules(case.plan) and not case.by_parts):
         return _Baseline()  # no exact rows, or the original itself is compared bitwise
     plan, words = found
     try:
-        traced = prepared(replace(own_case, plan=plan))
+        traced = prepare_case(replace(own_case, plan=plan))
         plan = replace(traced.plan, model=case.plan.model)
         return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
     except Refusal as refusal:
@@ -375,7 +392,7 @@ def _make_baseline(own_case: Case, case: Case) -> _Baseline:
 def _first_step(plain: Case, conditions: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
     """Return the baseline, and the condition of its first step."""
     first = replace(conditions[0], batches=conditions[0].batches[:1], final=False)
-    case, _, only = with_outputs(plain, None, [first])
+    case, _, only = add_stage_outputs(plain, None, [first])
     return case, only
 
 
@@ -405,7 +422,7 @@ def _baseline_rows(
     if plain.case is None:
         return [], [f"bits {plain.words}: {plain.refused}"] if plain.words else []
     assert case.prepared is not None
-    return list(exact_rows(without, actual, plain.words, case.prepared.traced.partial)), []
+    return list(compare_exact(without, actual, plain.words, case.prepared.traced.partial)), []
 
 
 def _run_rank(
@@ -414,26 +431,30 @@ def _run_rank(
     conditions: Sequence[Condition],
     folder: str,
     plain: tuple[Case, Sequence[Condition]] | None = None,
-) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
+) -> tuple[
+    Observation, Observation, tuple[Outputs, Outputs], tuple[DeclinedCalls, ...], Observation
+]:
     """Run one rank's part of the proof.
 
     Only rank 0 returns observations; each rank returns the calls that its kernels declined.
     """
     made: list[Program] = []
-    with kept_outside(case.plan.model.model, case.loss), ambient(Float64()):
-        seen = observed(case, conditions, made)
-        made[saved(conditions)].save(f"{folder}/state")
+    with restore_global_state(case.plan.model.model, case.loss), enter_modes(Float64()):
+        seen = observe_programs(case, conditions, made)
+        made[saved_condition(conditions)].save(f"{folder}/state")
         tell(_SAVED)
-        again = reloaded(made, case, conditions, folder)
+        again = load_on_ranks(made, case, conditions, folder)
         again = again if job.rank() == 0 else NO_OUTPUTS
-        drawn = native_draws(made[0], case.batches[0])
+        drawn = check_native_draws(made[0], case.batches[0])
         if drawn is not None and seen.tensors:
-            seen.streams[Key(conditions[0].name, NATIVE, 0, "")] = drawn
+            seen.streams[Key(conditions[0].name, NATIVE_DRAWS, 0, "")] = drawn
 
-    def left() -> tuple[Left, ...]:
-        return merged(one for program in made for one in left_in(program.assembly.module))
+    def left() -> tuple[DeclinedCalls, ...]:
+        return merge_declined(
+            one for program in made for one in declined_in(program.assembly.module)
+        )
 
-    worked = Observation() if working is None else rounded(working, conditions, made)
+    worked = Observation() if working is None else observe_ranks(working, conditions, made)
     found = left()
     made.clear()
     return seen, worked, again, found, _run_baseline(plain)
@@ -444,7 +465,7 @@ def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation
     if plain is None:
         return Observation()
     try:
-        return tried(*plain, True)
+        return observe_on_rank(*plain, True)
     except Refusal as refusal:
         setattr(refusal, _BASELINE, True)
         raise
@@ -453,7 +474,7 @@ def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation
 # -- facts and gaps of the report ---------------------------------------------------------------
 
 
-def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
+def _facts(case: Case, ran: TrainingRuns) -> tuple[tuple[str, str], ...]:
     mesh = case.plan.mesh
     derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
     return (
@@ -465,7 +486,9 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _kernel_facts(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+def _kernel_facts(
+    fewer: Sequence[RowGain], left: Sequence[DeclinedCalls]
+) -> Iterator[tuple[str, str]]:
     """Yield what fused rows gain, and calls that kernels declined."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
@@ -473,11 +496,11 @@ def _kernel_facts(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tup
 
 def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yield facts of codes and choices as ranks had them, a lower loss scale, and wider gates."""
-    yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
-    yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
-    said = sum(row.note == TIPPED for row in rows)
+    yield from {("choices", row.note) for row in rows if row.note.startswith(CHOICES_NOTE)}
+    yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALE_NOTE)}
+    said = sum(row.note == ROUNDED_NOTE for row in rows)
     if said:
-        yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
+        yield ("in fewer bits", f"{ROUNDED_NOTE} ({said} rows in the working dtype)")
     yield from _conditioning_facts(rows)
 
 
@@ -491,10 +514,17 @@ def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _gaps(
-    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+    case: Case, ran: TrainingRuns, expected: Observation, actual: Observation, drawn: int
 ) -> tuple[Any, ...]:
     plan = case.plan
-    names = {name: fact.numel for name, fact in plan.model.unique.items()}
-    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
-    known = (UNLIKE,) if case.parted else ()
-    return (*found, *ran.gaps, *known, *repeating(plan), *idle(expected), *unoffered(actual))
+    names = {name: fact.numel for name, fact in plan.model.unique_parameters.items()}
+    found = find_gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    known = (STATISTICS_GAP,) if case.by_parts else ()
+    return (
+        *found,
+        *ran.gaps,
+        *known,
+        *repeating_blocks(plan),
+        *unused_parameters(expected),
+        *missing_kinds(actual),
+    )

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.features import Settled
-from schedlang.ir.model import inside, matches
+from schedlang.ir.model import is_inside, matches
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 
@@ -136,7 +136,7 @@ class adapt(Settled):  # noqa: N801
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Return the plan of a copy of the model, on the same storage, with the adapters."""
-        from schedlang.runtime.adapted import Adapt
+        from schedlang.runtime.low_rank_adapters import Adapt
         from schedlang.runtime.storage.codebook import Codebook
 
         facts = plan.model
@@ -147,7 +147,9 @@ class adapt(Settled):  # noqa: N801
             if fact.requires_grad and any(matches(name, pattern) for pattern in self._keep_patterns)
         }
         if not first:  # with those of the rows above
-            trained |= {name for name, fact in facts.unique.items() if fact.requires_grad}
+            trained |= {
+                name for name, fact in facts.unique_parameters.items() if fact.requires_grad
+            }
         made = Adapt(
             self.kind,
             tuple(site.fqn for site in sites),
@@ -159,7 +161,7 @@ class adapt(Settled):  # noqa: N801
             self.seed,
             None if self.base is None else Codebook(self.base, self.block),
         )
-        return replace(plan, model=facts.changed(made))
+        return replace(plan, model=facts.with_change(made))
 
     def settled(self, sites: tuple[Site, ...], plan: Plan, traced: object) -> None:
         """Refuse splits that cut through a block, and codes that would lie off the device."""
@@ -168,11 +170,11 @@ class adapt(Settled):  # noqa: N801
 
     def _check_blocks(self, site: Site, plan: Plan) -> None:
         name = plan.model.parameters[f"{site}.weight"].name
-        coding = plan.model.coded(name)
+        coding = plan.model.coding_of(name)
         if coding is None:
             return
         away = next(
-            (s for s in plan.stores if s.what == "parameters" and inside(site.fqn, s.fqn)), None
+            (s for s in plan.stores if s.what == "parameters" and is_inside(site.fqn, s.fqn)), None
         )
         if away is not None:
             refuse(
@@ -181,7 +183,7 @@ class adapt(Settled):  # noqa: N801
                 notes=("it is decoded on the device, twice for each microbatch",),
                 helps=("offload other modules", "or leave `base` out"),
             )
-        layout, dim = plan.held(name), coding.inputs
+        layout, dim = plan.effective_layout(name), coding.input_dim
         block, place = (
             min(self.block, layout.shape[dim]),
             _split_block(layout, dim, self.block, plan.mesh),
@@ -203,7 +205,10 @@ class adapt(Settled):  # noqa: N801
         """Refuse (S414) to train a weight that this row, or a row above, quantizes."""
         facts = plan.model
         own = [f"{site}.weight" for site in sites if self.base is not None]
-        for name in (*own, *(name for name in facts.unique if facts.coded(name) is not None)):
+        for name in (
+            *own,
+            *(name for name in facts.unique_parameters if facts.coding_of(name) is not None),
+        ):
             for pattern in self._keep_patterns:
                 if matches(name, pattern):
                     refuse(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.annotations import Cast
 from schedlang.ir.features import Uniform, check_called
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
-from schedlang.ir.sharing import near, parts
+from schedlang.ir.sharing import as_shared_values, values_near
 
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
@@ -95,14 +95,14 @@ class cast(Uniform):  # noqa: N801
 
     def _check_others(self, site: Site, plan: Plan) -> None:
         """Refuse a second cast of a module (S892), and a second loss scale (S893)."""
-        for other in near(plan.casts, site.fqn):
-            if inside(other.fqn, site.fqn):
+        for other in values_near(plan.casts, site.fqn):
+            if is_inside(other.fqn, site.fqn):
                 refuse(
                     "S892",
                     f"`{other.fqn}`, inside `{site}`, is cast by a row above",
                     helps=("put the row of the outer module first",),
                 )
-            if inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
+            if is_inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
                 refuse(
                     "S892",
                     f"`{site}` is inside a module that is cast to {other.dtype} already",
@@ -112,7 +112,7 @@ class cast(Uniform):  # noqa: N801
                         "or select modules that do not contain each other",
                     ),
                 )
-        for other in (part.value for part in parts(plan.casts)):
+        for other in (part.value for part in as_shared_values(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from schedlang.ir.features import Budgeted, Grouping, Recomputing, Uniform, check_called
 from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
-from schedlang.remat import Again, Tree, groups, places, regions, root, runs
+from schedlang.remat import (
+    RecomputedRegion,
+    RematTree,
+    group_consecutive,
+    group_places,
+    outer_regions,
+    places_of,
+    sqrt_region_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -20,12 +28,12 @@ if TYPE_CHECKING:
     from schedlang.ir.features import Copy
     from schedlang.ir.model import Site
     from schedlang.ir.plan import Plan
-    from schedlang.remat.pofo import Mixed
-    from schedlang.remat.rotor import Cost
+    from schedlang.remat.pofo import MixedPlan
+    from schedlang.remat.rotor import ModuleCost
 
 TFLOPS = 100.0  # trillion operations per second of a device; the default
 
-MIXED = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB copied in a second"
+HELP_POFO = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB copied in a second"
 
 
 class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
@@ -68,15 +76,19 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     reads = frozenset({"structure", "placement"})
     takes = "selection"
 
-    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def group_sites(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return the sites that belong together: each alone, or all in groups and plans."""
         return [(site,) for site in sites] if self._is_single else [sites]
 
-    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def inseparable_groups(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return the regions, each of which is recomputed as one."""
         if self._is_single or self.plan is not None:  # a plan's regions are inside stages
             return [(site,) for site in sites]
-        found = ((run, places) for run in runs(sites) for places in regions(self._tree(run)))
+        found = (
+            (run, places)
+            for run in group_consecutive(sites)
+            for places in outer_regions(self._tree(run))
+        )
         return [tuple(run[place] for place in places) for run, places in found]
 
     def agree(self, axes: Collection[str]) -> None:
@@ -96,14 +108,19 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         for site in sites:
             check_called(self, site, plan)
         names = tuple(site.fqn for site in sites)
-        if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
+        if self.plan in ("rotor", "pofo") and len(group_consecutive(names)) > 1:
             refuse(
                 "S842",
                 "a plan needs consecutive modules of one list",
-                f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` are not consecutive",
+                f"`{group_consecutive(names)[0][-1]}` and `{group_consecutive(names)[1][0]}` are"
+                " not consecutive",
                 helps=("write one row for each list, each with its own `memory`",),
             )
-        if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
+        if (
+            self.group != 1
+            and len(names) > 1
+            and all(len(run) == 1 for run in group_consecutive(names))
+        ):
             refuse(
                 "S840",
                 f"no two of these {len(names)} modules are consecutive in a list",
@@ -126,8 +143,10 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             for name in names:
                 recompute.checkpoint(copy.at(name), self.save)
         else:
-            for run in runs(names):
-                recompute.regions([copy.at(name) for name in run], self._tree(run), self.save)
+            for run in group_consecutive(names):
+                recompute.checkpoint_regions(
+                    [copy.at(name) for name in run], self._tree(run), self.save
+                )
 
     @property
     def budget(self) -> _Plan | None:
@@ -138,11 +157,14 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             return _Pofo(self.plan, self.memory, self.tflops * 1e12 / self.bandwidth)
         return _PLANS[self.plan](self.plan, self.memory)
 
-    def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Again] | None:
+    def reruns(
+        self, sites: tuple[str, ...], found: Sequence[Any]
+    ) -> Sequence[RecomputedRegion] | None:
         """Return the recomputed regions, and what is saved for them; `found`: a plan's choice."""
         if self.budget is None:
             return [
-                Again(names, self.save, once=not self._is_single) for names in self.together(sites)
+                RecomputedRegion(names, self.save, dedupe_inputs=not self._is_single)
+                for names in self.inseparable_groups(sites)
             ]
         return self.budget.reruns(found)
 
@@ -166,7 +188,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
                 "a plan chooses what is recomputed together",
                 "`group`, `every` and `save` choose it as well",
                 helps=(
-                    MIXED
+                    HELP_POFO
                     if self.plan == "pofo"
                     else f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",
                 ),
@@ -182,23 +204,23 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
                 "`plan=pofo` and `bandwidth` must be given together",
                 "one of them is missing",
                 notes=("only this plan compares copies with recomputation",),
-                helps=(MIXED,),
+                helps=(HELP_POFO,),
             )
         if self.tflops <= 0 or (self.bandwidth is not None and self.bandwidth <= 0):
             refuse(
                 "S842",
                 "`bandwidth` and `tflops` must be above 0",
                 "they are bytes copied and operations computed in a second",
-                helps=(MIXED,),
+                helps=(HELP_POFO,),
             )
 
     @property
     def _is_single(self) -> bool:
         return self.group == 1 and self.every == 1 and self.plan is None
 
-    def _tree(self, run: tuple[str, ...]) -> Tree:
-        size = root(len(run)) if self.group == "sqrt" else self.group
-        return groups(len(run), size, self.every)
+    def _tree(self, run: tuple[str, ...]) -> RematTree:
+        size = sqrt_region_size(len(run)) if self.group == "sqrt" else self.group
+        return group_places(len(run), size, self.every)
 
 
 @dataclass(frozen=True)
@@ -208,11 +230,13 @@ class _Plan(Budgeted):
     name: str
     memory: int
 
-    def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> Sequence[Again] | None:
+    def reruns(
+        self, found: Sequence[tuple[tuple[str, ...], Any]]
+    ) -> Sequence[RecomputedRegion] | None:
         """Return the recomputed regions of chains; None: they are known only at run time."""
         return [again for run, chosen in found for again in self.chosen(run, chosen)]
 
-    def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
+    def chosen(self, run: tuple[str, ...], found: Any) -> list[RecomputedRegion]:
         """Return the recomputed regions of one chain, as far as they are known before the run."""
         return []
 
@@ -220,30 +244,35 @@ class _Plan(Budgeted):
 class _Rotor(_Plan):
     """Nested regions (Rotor)."""
 
-    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Tree:
+    def fit(
+        self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]
+    ) -> RematTree:
         """Return the tree with the least recomputation (S841 where memory is too small)."""
-        from schedlang.remat.rotor import least, rotor
+        from schedlang.remat.rotor import rotor, smallest_tree
 
         found = rotor(chain, memory)
         if found is None:
-            _largest(memory, least(chain)[0], chain)
+            _largest(memory, smallest_tree(chain)[0], chain)
         return found
 
-    def chosen(self, run: tuple[str, ...], found: Tree) -> list[Again]:
+    def chosen(self, run: tuple[str, ...], found: RematTree) -> list[RecomputedRegion]:
         """Return the outermost regions."""
-        return [Again(tuple(run[k] for k in region), once=True) for region in regions(found)]
+        return [
+            RecomputedRegion(tuple(run[k] for k in region), dedupe_inputs=True)
+            for region in outer_regions(found)
+        ]
 
-    def lower(self, chains: Sequence[tuple[tuple[str, ...], Tree]], copy: Copy) -> None:
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], RematTree]], copy: Copy) -> None:
         """Install the recomputation of the trees."""
-        from schedlang.runtime.activation_memory.recompute import regions
+        from schedlang.runtime.activation_memory.recompute import checkpoint_regions
 
         for run, found in chains:
-            regions([copy.at(name) for name in run], found)
+            checkpoint_regions([copy.at(name) for name in run], found)
 
-    def said(self, found: Tree) -> str:
+    def describe(self, found: RematTree) -> str:
         """Return a text with the numbers of modules outside and inside recomputed regions."""
-        inside = [len(region) for region in regions(found)]
-        return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
+        inside = [len(region) for region in outer_regions(found)]
+        return f"{len(places_of(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
         )
 
@@ -251,19 +280,19 @@ class _Rotor(_Plan):
 class _Pareto(_Plan):
     """Choices of operators whose results are saved, for each module."""
 
-    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
+    def fit(self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]) -> Any:
         """Return the choices with the least recomputation (S841 where memory is too small)."""
-        from schedlang.remat.operators import needed, pareto
+        from schedlang.remat.operators import choose_saved, min_memory
 
-        found = pareto(chain, memory)
+        found = choose_saved(chain, memory)
         if found is None:
-            _largest(memory, needed(chain), chain)
+            _largest(memory, min_memory(chain), chain)
         return found
 
-    def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
+    def chosen(self, run: tuple[str, ...], found: Any) -> list[RecomputedRegion]:
         """Return the modules that are recomputed."""
         return [
-            Again((name,), chosen=frozenset(choice.kept))
+            RecomputedRegion((name,), saved_operators=frozenset(choice.kept))
             for name, choice in zip(run, found)
             if choice.kept is not None
         ]
@@ -274,13 +303,13 @@ class _Pareto(_Plan):
 
         for run, found in chains:
             for one in self.chosen(run, found):
-                recompute.checkpoint(copy.at(one.modules[0]), chosen=one.chosen)
+                recompute.checkpoint(copy.at(one.modules[0]), chosen=one.saved_operators)
 
-    def said(self, found: Any) -> str:
+    def describe(self, found: Any) -> str:
         """Return a description of what is saved."""
-        from schedlang.remat.operators import words
+        from schedlang.remat.operators import describe_choices
 
-        return words(found)
+        return describe_choices(found)
 
 
 class _AdaPipe(_Pareto):
@@ -296,15 +325,17 @@ class _Pofo(_Plan):
     rate: float = 0.0  # operations in the time of copying a byte
     moves = True
 
-    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Mixed:
+    def fit(
+        self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]
+    ) -> MixedPlan:
         """Return the choices that take the least time (S841 where memory is too small)."""
-        from schedlang.remat.pofo import needed, pofo
+        from schedlang.remat.pofo import min_memory, pofo
 
         found = pofo(chain, memory, self.rate)
         if found is None:
             _too_little(
                 memory,
-                needed(chain),
+                min_memory(chain),
                 len(chain),
                 f"the backward of the largest module needs {max(c.saved for c in chain)}"
                 f" bytes; all modules without recomputation save"
@@ -312,28 +343,35 @@ class _Pofo(_Plan):
             )
         return found
 
-    def chosen(self, run: tuple[str, ...], found: Mixed) -> list[Again]:
+    def chosen(self, run: tuple[str, ...], found: MixedPlan) -> list[RecomputedRegion]:
         """Return the modules that are recomputed."""
-        return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
+        return [
+            RecomputedRegion((name,))
+            for name, way in zip(run, found.treatments)
+            if way == "recompute"
+        ]
 
-    def lower(self, chains: Sequence[tuple[tuple[str, ...], Mixed]], copy: Copy) -> None:
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], MixedPlan]], copy: Copy) -> None:
         """Install recomputation of some modules, and offload of saved tensors of others."""
         from schedlang.runtime.activation_memory import recompute
-        from schedlang.runtime.offload.saved_tensors import Store, offload
+        from schedlang.runtime.offload.offloaded_activations import (
+            ActivationStore,
+            offload_activations,
+        )
 
         for run, found in chains:
-            store = Store(paced=True)
-            for name, way in zip(run, found.ways, strict=True):
+            store = ActivationStore(paced=True)
+            for name, way in zip(run, found.treatments, strict=True):
                 if way == "recompute":
                     recompute.checkpoint(copy.at(name))
                 elif way == "offload":
-                    offload(copy.at(name), store)
+                    offload_activations(copy.at(name), store)
 
-    def said(self, found: Mixed) -> str:
+    def describe(self, found: MixedPlan) -> str:
         """Return a description of the choice for each module."""
-        from schedlang.remat.pofo import words
+        from schedlang.remat.pofo import describe_plan
 
-        return words(found)
+        return describe_plan(found)
 
 
 class _Dtr(_Plan):
@@ -341,12 +379,12 @@ class _Dtr(_Plan):
 
     keeps = True
 
-    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> int:
+    def fit(self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]) -> int:
         """Return the full memory, shared by all microbatches; refuse (S841) if one needs more."""
-        from schedlang.runtime.activation_memory.dynamic import pools
+        from schedlang.runtime.activation_memory.dynamic import budget_pools
 
         def peak(budget: int) -> int:
-            return max(pool.peak for pool in pools(play(budget)))
+            return max(pool.peak for pool in budget_pools(play(budget)))
 
         if peak(memory) > memory:
             _too_little(
@@ -363,11 +401,11 @@ class _Dtr(_Plan):
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], int]], copy: Copy) -> None:
         """Install one memory pool for the modules of all chains."""
-        from schedlang.runtime.activation_memory.dynamic import dynamic
+        from schedlang.runtime.activation_memory.dynamic import limit_saved_bytes
 
-        dynamic([copy.at(name) for run, _ in chains for name in run], chains[0][1])
+        limit_saved_bytes([copy.at(name) for run, _ in chains for name in run], chains[0][1])
 
-    def said(self, found: int) -> str:
+    def describe(self, found: int) -> str:
         """Return a description of the limit in bytes."""
         return f"at most {found} bytes, dropped and made again while it runs"
 
@@ -380,7 +418,7 @@ _PLANS: dict[str, Callable[[str, int], _Plan]] = {
 }
 
 
-def _largest(memory: int, need: int, chain: Sequence[Cost]) -> NoReturn:
+def _largest(memory: int, need: int, chain: Sequence[ModuleCost]) -> NoReturn:
     largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
     _too_little(
         memory,

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.annotations import Codec, Compression, Kept
+from schedlang.ir.annotations import ActivationCoding, Codec, Compression
 from schedlang.ir.features import check_called
-from schedlang.ir.mesh import offered
+from schedlang.ir.mesh import offer_row
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axes
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+ACTIVATION_BITS = {"int8": 8, "int4": 4, "int2": 2}
 LEAST, MOST = 2.0, 8.0  # bounds of `bits`
-SUMS = ("powersgd", "int8", "onebit")
+GRADIENT_CODES = ("powersgd", "int8", "onebit")
 # facets of `compress(activations)`
 READS = frozenset({Facet.STRUCTURE, Facet.PLACEMENT, Facet.RECOMPUTE})
 WRITES = frozenset({Facet.RESIDENCE})
@@ -88,8 +88,8 @@ class compress(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse unknown codes, and arguments of the other kind of row."""
         sums = self.what == "gradients"
-        if self.how not in (SUMS if sums else (*BITS, "adaptive")):
-            words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
+        if self.how not in (GRADIENT_CODES if sums else (*ACTIVATION_BITS, "adaptive")):
+            words = ", ".join(GRADIENT_CODES if sums else (*ACTIVATION_BITS, "adaptive"))
             refuse(
                 "S856",
                 f"{self.what} cannot be compressed as `{self.how}`",
@@ -103,7 +103,7 @@ class compress(Primitive):  # noqa: N801
             )
         self._check_budget()
         if sums and self.over is None:
-            row = offered(f"compress(gradients, {self.how}, over={{}})", axes, "replicas")
+            row = offer_row(f"compress(gradients, {self.how}, over={{}})", axes, "replicas")
             refuse(
                 "S856",
                 "`compress(gradients)` needs the axes over which gradients are summed",
@@ -155,7 +155,7 @@ class compress(Primitive):  # noqa: N801
         refuse_inside("compress(gradients)", site.fqn)
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
-        if plan.scaled is not None:
+        if plan.loss_scaling is not None:
             refuse(
                 "S894",
                 "gradients of a scaled loss cannot be compressed",
@@ -179,17 +179,23 @@ class compress(Primitive):  # noqa: N801
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the compression to the plan."""
         if self.what == "activations":
-            return replace(plan, kept=(*plan.kept, self._compression_of(site.fqn, plan.next_row)))
+            return replace(
+                plan,
+                activation_codings=(
+                    *plan.activation_codings,
+                    self._compression_of(site.fqn, plan.next_row),
+                ),
+            )
         axes = tuple(map(str, self.over or ()))
         codec = Codec(self.how, self.rank, self.block, self.error_feedback)
         return replace(plan, compression=Compression(axes, codec, row=plan.next_row))
 
-    def _compression_of(self, fqn: str, row: int) -> Kept:
+    def _compression_of(self, fqn: str, row: int) -> ActivationCoding:
         """Return the compression of a module's saved activations.
 
         With a budget, its bits are the largest that fit; the table of bits replaces them.
         """
         if self.how != "adaptive":
-            return Kept(fqn, BITS[self.how], self.block, row=row)
-        fits = max(bits for bits in BITS.values() if bits <= self.bits)
-        return Kept(fqn, fits, self.block, self.bits, row=row)
+            return ActivationCoding(fqn, ACTIVATION_BITS[self.how], self.block, row=row)
+        fits = max(bits for bits in ACTIVATION_BITS.values() if bits <= self.bits)
+        return ActivationCoding(fqn, fits, self.block, self.bits, row=row)

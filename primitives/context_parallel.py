@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.annotations import Context
+from schedlang.ir.annotations import ContextSplit
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axes
@@ -14,7 +14,7 @@ from schedlang.language.kinds import Axes
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
-TWO = ("double_ring", "usp", "nbody")
+TWO_LEVEL_METHODS = ("double_ring", "usp", "nbody")
 
 
 class context_parallel(Primitive):  # noqa: N801
@@ -56,7 +56,7 @@ class context_parallel(Primitive):  # noqa: N801
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a method of two levels without two axes."""
-        if self.method in TWO and len(self.over) != 2:
+        if self.method in TWO_LEVEL_METHODS and len(self.over) != 2:
             refuse(
                 "S303",
                 f"`{self.method}` needs two axes",
@@ -71,7 +71,7 @@ class context_parallel(Primitive):  # noqa: N801
         """Refuse axes with another use, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
-        if self.method in TWO and places != sorted(places):
+        if self.method in TWO_LEVEL_METHODS and places != sorted(places):
             refuse(
                 "S504",
                 "the second axis must be the one that varies fastest",
@@ -121,6 +121,6 @@ class context_parallel(Primitive):  # noqa: N801
         """Add the attention method of this module to the plan."""
         from dataclasses import replace
 
-        own = Context(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)
+        own = ContextSplit(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)
         rows = (*plan.contexts.get(site.fqn, ()), own)
         return replace(plan, contexts={**plan.contexts, site.fqn: rows})

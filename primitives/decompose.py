@@ -35,7 +35,7 @@ class decompose(Lowered):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse (S886) modules that are no linear layer with a bias, or that have hooks."""
-        if kind_of(site, plan) is None:
+        if linear_kind_of(site, plan) is None:
             refuse(
                 "S886",
                 f"`{site}` is not a linear layer",
@@ -55,12 +55,12 @@ class decompose(Lowered):  # noqa: N801
 
     def lower(self, site: Site, copy: Copy) -> None:
         """Change the module of the copy."""
-        from schedlang.runtime.fusion import decomposed
+        from schedlang.runtime.fusion import decomposed_bias
 
-        decomposed.decompose(copy.at(site.fqn), kind_of(site, copy.plan) or "")
+        decomposed_bias.decompose_bias(copy.at(site.fqn), linear_kind_of(site, copy.plan) or "")
 
 
-def kind_of(site: Site, plan: Plan) -> str | None:
+def linear_kind_of(site: Site, plan: Plan) -> str | None:
     """Return the kind of linear layer of a module, or None."""
     kinds = ("Linear", "Conv1D")
     return next((k for k in kinds if plan.model.computes_as(site.fqn, k)), None)

@@ -83,7 +83,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """Refuse modules that are no experts, and numbers of experts that ranks do not divide."""
         found = self._probe_experts(site, plan)
         if hasattr(found, "reason"):
-            notes, helps = (found.said,), found.helps
+            notes, helps = (found.message,), found.helps
             refuse(
                 "S421",
                 f"`{site}` does not have the form of an experts module",
@@ -161,7 +161,7 @@ class expert_parallel(Primitive):  # noqa: N801
         found = self._probe_experts(site, plan)
         axes = plan.mesh.fold(self.over)
         for name, layout in self._layouts(site, plan):
-            plan = plan.with_spread(name, layout)
+            plan = plan.with_batch_split_layout(name, layout)
         for axis in axes if self.inner is None else (*axes, str(self.inner)):
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
@@ -194,10 +194,10 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def _inner_split(self, site: Site, plan: Plan) -> Any:
         """Return how each expert is split inside, or None; cached for equal modules."""
-        from schedlang.kernels.probe import seen
+        from schedlang.kernels.probe import module_key
 
         module = plan.model.model.get_submodule(site.fqn)
-        key = ("inner of experts", seen(module))
+        key = ("inner of experts", module_key(module))
         if key not in plan.model.cache:
             from schedlang.runtime.moe.probe import probe_inner
 
@@ -206,10 +206,10 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def _probe_experts(self, site: Site, plan: Plan) -> Any:
         """Return the experts of the module, or the reason why not; cached for equal modules."""
-        from schedlang.kernels.probe import seen
+        from schedlang.kernels.probe import module_key
 
         module = plan.model.model.get_submodule(site.fqn)
-        key = ("experts", seen(module))
+        key = ("experts", module_key(module))
         if key not in plan.model.cache:
             from schedlang.runtime.moe.probe import probe_experts
 

@@ -50,7 +50,9 @@ class freeze(Primitive):  # noqa: N801
                         helps=(f"it has {some or 'none'}, ...",),
                     )
         chosen = self._chosen(sites, plan)
-        trained = {name for name, fact in plan.model.unique.items() if fact.requires_grad}
+        trained = {
+            name for name, fact in plan.model.unique_parameters.items() if fact.requires_grad
+        }
         if not chosen & trained:
             refuse(
                 "S413",
@@ -67,9 +69,9 @@ class freeze(Primitive):  # noqa: N801
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Return the plan of a copy of the model, on the same storage, with frozen parameters."""
-        from schedlang.runtime.changed import Freeze
+        from schedlang.runtime.parameter_changes import Freeze
 
-        return replace(plan, model=plan.model.changed(Freeze(self._chosen(sites, plan))))
+        return replace(plan, model=plan.model.with_change(Freeze(self._chosen(sites, plan))))
 
     @property
     def _keep_patterns(self) -> tuple[str, ...]:

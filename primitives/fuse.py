@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, find_closest
 from schedlang.diagnostics.other_systems import ARGUMENTS
 from schedlang.ir.features import (
     Gain,
@@ -18,7 +18,7 @@ from schedlang.ir.features import (
     check_called,
 )
 from schedlang.ir.primitive import Facet, refuse
-from schedlang.language.patterns import read
+from schedlang.language.patterns import parse_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
     from schedlang.ir.plan import Plan
     from schedlang.language.patterns import Pattern
-    from schedlang.runtime.fusion.fuse import Told
+    from schedlang.runtime.fusion.fuse import FuseRequest
 
 
 class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
@@ -79,22 +79,25 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         if self.pattern in patterns:
             return replace(self, pattern=patterns[self.pattern].text)
         if "{" in self.pattern:
-            return replace(self, pattern=read(self.pattern).text)
+            return replace(self, pattern=parse_pattern(self.pattern).text)
         how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
         if how is not None:
             refuse(
                 "S885",
                 f"there is no pattern `{self.pattern}`",
                 "this is a backend, not a pattern",
-                helps=(f"write `fuse({how.here})`",),
+                helps=(f"write `fuse({how.argument})`",),
             )
-        near = closest(self.pattern, patterns)
+        near = find_closest(self.pattern, patterns)
         help_ = (
             f"did you mean `{near}`?"
             if near
             else f"declare it: `pattern {self.pattern}(x) {{ ... }}`, above the step"
         )
-        title, facts = f"there is no pattern `{self.pattern}`", unknown(self.pattern, patterns)
+        title, facts = (
+            f"there is no pattern `{self.pattern}`",
+            facts_of_unknown(self.pattern, patterns),
+        )
         refuse("S885", title, helps=(help_,), facts=facts)
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -135,15 +138,15 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         from contextlib import nullcontext
 
         from schedlang.runtime.device import device_of
-        from schedlang.runtime.fusion.checked import check_fused
-        from schedlang.runtime.rowwise_kernels.launch import interpreted
+        from schedlang.runtime.fusion.check_fused import check_fused
+        from schedlang.runtime.rowwise_kernels.launch import run_for_device
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
         self._compile(module, site, plan)
         device = device_of(module.parameters()).type
         generated = self.backend == "rowwise"
         first, later = calls[""], {words: call for words, call in calls.items() if words}
-        with interpreted(device) if generated else nullcontext("inductor") as by:
+        with run_for_device(device) if generated else nullcontext("inductor") as by:
             found = check_fused(module, *first, later=later)
         return [
             Trial(f"{c.name} by {by}", c.error, c.allowed, c.ok, by != "reference") for c in found
@@ -151,28 +154,28 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
         """Return the gain of fusing the regions of a module, or the full module."""
-        from schedlang.runtime.kernel_injection.gains import of_module, of_regions
-        from schedlang.runtime.tracing.meta import meta_model
+        from schedlang.runtime.kernel_injection.fusion_gain import gain_of_module, gain_of_regions
+        from schedlang.runtime.tracing.meta_runs import meta_model
 
         module = meta_model(plan.model.model.get_submodule(site.fqn), {})
         if self.pattern or self.backend == "rowwise":
-            return of_regions(module, _pattern_request(site, plan, self), *call)
-        return of_module(module, *call)
+            return gain_of_regions(module, _pattern_request(site, plan, self), *call)
+        return gain_of_module(module, *call)
 
     def __str__(self) -> str:
-        arguments = [read(self.pattern).name] if self.pattern else []
+        arguments = [parse_pattern(self.pattern).name] if self.pattern else []
         arguments += [f"backend={self.backend}"] if self.backend != "auto" else []
         arguments += [f"rounding={self.rounding}"] if self.rounding != "fp32" else []
         return f"fuse({', '.join(arguments)})"
 
 
-def _pattern_request(site: Site, plan: Plan, row: fuse) -> Told:
+def _pattern_request(site: Site, plan: Plan, row: fuse) -> FuseRequest:
     """Return the pattern of a row, with the changes that rows above make to children."""
-    from schedlang.runtime.fusion.dataflow import Looked
-    from schedlang.runtime.fusion.fuse import Told
-    from schedlang.runtime.fusion.rewrite import How
+    from schedlang.runtime.fusion.dataflow import TraceDepth
+    from schedlang.runtime.fusion.fuse import FuseRequest
+    from schedlang.runtime.fusion.rewrite import RegionOptions
 
-    found = read(row.pattern) if row.pattern else None
+    found = parse_pattern(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
     for action in plan.rows_changing(Facet.STRUCTURE):
         if not isinstance(action.primitive, Renewing):
@@ -181,9 +184,9 @@ def _pattern_request(site: Site, plan: Plan, row: fuse) -> Told:
             )
     body = str(found.body) if found is not None else ""
     products = any(f"{name}(" in body for name in ("linear", "matmul"))
-    looked = Looked(frozenset(inside[""]), frozenset(inside["decompose"]), products)
+    looked = TraceDepth(frozenset(inside[""]), frozenset(inside["decompose"]), products)
     backend = "inductor" if row.backend == "auto" else row.backend
-    return Told(found, looked, How(row.rounding, backend), site.fqn)
+    return FuseRequest(found, looked, RegionOptions(row.rounding, backend), site.fqn)
 
 
 def _check_not_inside(site: Site, plan: Plan) -> None:
@@ -202,8 +205,8 @@ def _check_not_inside(site: Site, plan: Plan) -> None:
 
 def _check_match(site: Site, plan: Plan, row: fuse) -> None:
     """Refuse a pattern without a match (S882) or of one call (S884)."""
-    from schedlang.runtime.fusion.dataflow import imagined
-    from schedlang.runtime.fusion.fuse import found_in
+    from schedlang.runtime.fusion.dataflow import invented_arguments
+    from schedlang.runtime.fusion.fuse import matches_in_module
 
     request = _pattern_request(site, plan, row)
     if request.pattern is not None and request.pattern.body.size == 1:
@@ -213,15 +216,22 @@ def _check_match(site: Site, plan: Plan, row: fuse) -> None:
             helps=("name the module before or after it",),
         )
     module = plan.model.model.get_submodule(site.fqn)
-    found_in(module, request, imagined(module))
+    matches_in_module(module, request, invented_arguments(module))
 
 
 def _count_kernels(site: Site, plan: Plan) -> int:
     """Return the number of kernels of a module; 0 if unknown."""
-    from schedlang.runtime.fusion.dataflow import Looked, flow, imagined, kernels
+    from schedlang.runtime.fusion.dataflow import (
+        TraceDepth,
+        count_kernels,
+        invented_arguments,
+        trace_flow,
+    )
 
     module = plan.model.model.get_submodule(site.fqn)
     try:
-        return kernels(flow(module, imagined(module), Looked(products=True)), module)
+        return count_kernels(
+            trace_flow(module, invented_arguments(module), TraceDepth(products=True)), module
+        )
     except Refusal:
         return 0

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.annotations import Boundary
-from schedlang.ir.placement import Layout, R, Replicate, S, sizes_of
+from schedlang.ir.placement import Layout, R, Replicate, S, block_sizes_of
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse
 from schedlang.language.kinds import Axes
-from schedlang.primitives.shard import KINDS, plain
+from schedlang.primitives.shard import KINDS, is_plain
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ParameterFact, Site
 
-AXES = {"summa": 2, "cube": 3}
+AXES_OF_STYLE = {"summa": 2, "cube": 3}
 LAST = (S(-1), S("hidden"), S("out"))
-MOST = 16  # ranks along one side of the grids that a refusal names
+MAX_SIDE = 16  # ranks along one side of the grids that a refusal names
 
 
 class grid(Primitive):  # noqa: N801
@@ -55,7 +55,7 @@ class grid(Primitive):  # noqa: N801
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a number of axes that differs from the grid's number of sides."""
-        wanted = AXES[self.style]
+        wanted = AXES_OF_STYLE[self.style]
         if len(self.over) != wanted or len(set(self.over)) != wanted:
             example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
             refuse(
@@ -79,7 +79,7 @@ class grid(Primitive):  # noqa: N801
                 f"blocks of {self.blocks} do not add up to {self._outer_size(site, plan)}",
                 f"of `{site}`",
             )
-        sides = Sides(*(plan.mesh.size(axis) for axis in self.over))
+        sides = GridSides(*(plan.mesh.size(axis) for axis in self.over))
         for size, ways in self._required_divisions(site, plan, sides):
             if size % ways:
                 self._refuse_size(site, plan, size, ways)
@@ -97,7 +97,11 @@ class grid(Primitive):  # noqa: N801
         kind, axes = self._kind(site), tuple(map(str, self.over))
         for name, layout in self._layouts(site, plan).items():
             spread = axes[0] in layout.axes
-            plan = plan.with_spread(name, layout) if spread else plan.with_layout(name, layout)
+            plan = (
+                plan.with_batch_split_layout(name, layout)
+                if spread
+                else plan.with_layout(name, layout)
+            )
         leave = self.output or S(-1)
         if kind == "norm":
             plan = plan.with_kind(site.fqn, kind)
@@ -149,7 +153,7 @@ class grid(Primitive):  # noqa: N801
 
     def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
         """Return the sizes of blocks side by side in the outer dim."""
-        return sizes_of(self.blocks, self._outer_size(site, plan))
+        return block_sizes_of(self.blocks, self._outer_size(site, plan))
 
     def _layouts(self, site: Site, plan: Plan) -> dict[str, Layout]:
         """Return the layout of each parameter of the site."""
@@ -168,7 +172,7 @@ class grid(Primitive):  # noqa: N801
         return found
 
     def _required_divisions(
-        self, site: Site, plan: Plan, sides: Sides
+        self, site: Site, plan: Plan, sides: GridSides
     ) -> Iterator[tuple[int, int]]:
         """Yield (size, number of equal shards) that must be divisible."""
         if self._kind(site) == "norm":
@@ -235,10 +239,12 @@ class grid(Primitive):  # noqa: N801
     def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
         fits = [
             side
-            for side in range(2, MOST + 1)
+            for side in range(2, MAX_SIDE + 1)
             if all(
                 s % n == 0
-                for s, n in self._required_divisions(site, plan, Sides(*(side,) * len(self.over)))
+                for s, n in self._required_divisions(
+                    site, plan, GridSides(*(side,) * len(self.over))
+                )
             )
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
@@ -261,7 +267,7 @@ class grid(Primitive):  # noqa: N801
 
 
 @dataclass(frozen=True)
-class Sides:
+class GridSides:
     """The sizes of a grid's or a cube's axes, and the numbers of shards of each dim."""
 
     rows: int
@@ -301,7 +307,7 @@ def _check_plain(site: Site, kind: str, plan: Plan) -> None:
         )
     module = plan.model.model.get_submodule(site.fqn)
     odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
-    if odd or not plain(site, kind, plan):
+    if odd or not is_plain(site, kind, plan):
         what = f"with `{odd[0]}`" if odd else "that computes something else"
         refuse(
             "S404",

@@ -8,10 +8,10 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
-from schedlang.diagnostics.tables import size
-from schedlang.ir.annotations import Stored
+from schedlang.diagnostics.tables import format_bytes
+from schedlang.ir.annotations import OffloadedTensors
 from schedlang.ir.features import Recomputing, Uniform, check_called
-from schedlang.ir.mesh import offered
+from schedlang.ir.mesh import offer_row
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis
@@ -19,10 +19,10 @@ from schedlang.language.kinds import Axis
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
-MOVES = ("activations", "parameters")  # reloaded module by module
-SENT = "offload(activations, to=peer, over={})"
+RELOADED = ("activations", "parameters")  # reloaded module by module
+PEER_ROW = "offload(activations, to=peer, over={})"
 # tensors that cannot be sent to a peer: the reason, and a row that shards them over replicas
-STAY = {
+NOT_ON_PEERS = {
     "parameters": (
         "each microbatch would fetch them twice, {}, from a rank that works on another microbatch",
         "zero(stage=3, over={})",
@@ -82,7 +82,7 @@ class offload(Uniform):  # noqa: N801
                 f"`prefetch` must be 0 or more, not {self.prefetch}",
                 helps=("use 0 to reload on demand, 1 to reload one module ahead",),
             )
-        if self.what not in MOVES and self.prefetch != 1:
+        if self.what not in RELOADED and self.prefetch != 1:
             refuse(
                 "S306",
                 f"{self.what} are not reloaded module by module: `prefetch` has no effect",
@@ -96,15 +96,15 @@ class offload(Uniform):  # noqa: N801
 
         For tensors that no peer can hold, `check` refuses with the reason.
         """
-        row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
+        row = offer_row(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
-        if self.what not in STAY or self.over is not None:
+        if self.what not in NOT_ON_PEERS or self.over is not None:
             refuse(
                 "S851",
                 "`to=peer` and `over` must be given together: a peer is the next"
                 " rank along an axis",
                 helps=(f"leave `over` out: {none}",)
-                if self.what in STAY
+                if self.what in NOT_ON_PEERS
                 else (both, f"or neither: {none}"),
             )
 
@@ -122,7 +122,7 @@ class offload(Uniform):  # noqa: N801
         ]
         plans = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
         row = next((a for a, one in plans if one.keeps), None)
-        if row is not None and self.what in MOVES:
+        if row is not None and self.what in RELOADED:
             refuse(
                 "S844",
                 f"`{row.name}` decides while it runs what these modules save",
@@ -149,11 +149,11 @@ class offload(Uniform):  # noqa: N801
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
         """Refuse (S851) tensors that cannot be sent to a peer."""
-        if self.to == "peer" and self.what in STAY:
-            why, slices = STAY[self.what]
+        if self.to == "peer" and self.what in NOT_ON_PEERS:
+            why, slices = NOT_ON_PEERS[self.what]
             over = plan.mesh.names if self.over is None else (self.over,)
-            found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
-            held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
+            found = {fact.name: fact for fact in plan.model.parameters_below(site.fqn)}.values()
+            held = format_bytes(sum(prod(fact.shape) * fact.itemsize for fact in found))
             refuse(
                 "S851",
                 f"{self.what} cannot be sent to a peer",
@@ -161,8 +161,8 @@ class offload(Uniform):  # noqa: N801
                 helps=(
                     f"keep them in host memory: `offload({self.what}, to=cpu)`",
                     f"or keep a shard of them on each replica:"
-                    f" {offered(slices, plan.mesh.names, 'replicas')}",
-                    f"or send what a peer can store: {offered(SENT, over, 'stages')}",
+                    f" {offer_row(slices, plan.mesh.names, 'replicas')}",
+                    f"or send what a peer can store: {offer_row(PEER_ROW, over, 'stages')}",
                 ),
             )
 
@@ -170,7 +170,9 @@ class offload(Uniform):  # noqa: N801
         """Add the offload to the plan; a peer along an axis of one rank changes nothing."""
         if self.over is not None and plan.mesh.size(self.over) == 1:
             return plan
-        made = Stored(site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row)
+        made = OffloadedTensors(
+            site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row
+        )
         return replace(plan, stores=(*plan.stores, made))
 
 

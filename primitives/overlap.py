@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.annotations import Overlap
-from schedlang.ir.mesh import offered
+from schedlang.ir.mesh import offer_row
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Many
@@ -49,13 +49,13 @@ class overlap(Primitive):  # noqa: N801
         """Refuse overlap of transfers without stages, and a second row of the same kind."""
         refuse_inside("overlap", site.fqn)
         if "transfers" in self.what and not plan.cuts:
-            row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
+            row = offer_row("layers  pipeline_split(over={})", plan.mesh.names, "stages")
             refuse(
                 "S412",
                 "`overlap(transfers)` needs pipeline stages, and there are none",
                 helps=(f"cut the model above: {row}",),
             )
-        twice = [what for what in self.what if plan.overlapping(what)]
+        twice = [what for what in self.what if plan.find_overlap(what)]
         if twice:
             refuse(
                 "S509",
@@ -65,6 +65,6 @@ class overlap(Primitive):  # noqa: N801
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the overlap to the plan."""
-        ahead = self.ahead if "transfers" in self.what else plan.ahead
+        ahead = self.ahead if "transfers" in self.what else plan.receive_ahead
         made = (Overlap(what, row=plan.next_row) for what in self.what)
-        return replace(plan, overlaps=(*plan.overlaps, *made), ahead=ahead)
+        return replace(plan, overlaps=(*plan.overlaps, *made), receive_ahead=ahead)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.annotations import Padded
+from schedlang.ir.annotations import PaddedDim
 from schedlang.ir.features import Uniform
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
@@ -64,5 +64,5 @@ class pad(Uniform):  # noqa: N801
                 if layout.padded[dim] < size:
                     plan = plan.with_layout(site.parameters[name].name, layout.pad(dim, size))
         size = site.parameters["weight"].shape[site.dims["weight"].index(self.dim)]
-        made = Padded(site.fqn, size, self.multiple, row=plan.next_row)
+        made = PaddedDim(site.fqn, size, self.multiple, row=plan.next_row)
         return replace(plan, padded=(*plan.padded, made))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.other_systems import ORDER_NAMES
-from schedlang.diagnostics.source import text_of
+from schedlang.diagnostics.source import read_utf8
 from schedlang.ir.annotations import Order
 from schedlang.ir.features import Located, Resolved
 from schedlang.ir.plan import Plan
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 TABLES = (".csv",)
 
-MOST = 2**16  # product of microbatches, chunks and slices of a step
-MOST_STAGES = 2**14
-MOST_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices: two seconds to lay out
+MAX_PARTS = 2**16  # product of microbatches, chunks and slices of a step
+MAX_STAGES = 2**14
+MAX_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices: two seconds to lay out
 
 
 class pipeline(Located, Resolved):  # noqa: N801
@@ -60,10 +60,10 @@ class pipeline(Located, Resolved):  # noqa: N801
     @property
     def gives_up(self) -> frozenset[str]:
         """Return what the row relaxes: rounding, and what the order relaxes (stale weights)."""
-        from schedlang.pipeline.schedules import OrderError, find
+        from schedlang.pipeline.schedules import OrderError, find_order
 
         try:
-            relaxed = frozenset() if self.is_table else find(self.order).relaxed
+            relaxed = frozenset() if self.is_table else find_order(self.order).relaxed
         except OrderError:
             relaxed = frozenset()
         return frozenset({"rounding"}) | relaxed
@@ -77,10 +77,10 @@ class pipeline(Located, Resolved):  # noqa: N801
         """Return the row; refuse (S303) an unknown order, also without a model."""
         if self.is_table or self.order.lower() in ORDER_NAMES:
             return self
-        from schedlang.pipeline.schedules import OrderError, find
+        from schedlang.pipeline.schedules import OrderError, find_order
 
         try:
-            find(self.order)
+            find_order(self.order)
         except OrderError as error:
             refuse("S303", error.reason, helps=(error.legal,))
         return self
@@ -91,7 +91,7 @@ class pipeline(Located, Resolved):  # noqa: N801
             return self
         path = folder / self.order
         try:
-            text = text_of(path)
+            text = read_utf8(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
             refuse(
@@ -116,10 +116,10 @@ class pipeline(Located, Resolved):  # noqa: N801
                 helps=("use 1 or more",),
             )
         parts = self.micro * (self.chunks or 1) * self.slices
-        if parts > MOST:
+        if parts > MAX_PARTS:
             refuse(
                 "S304",
-                f"a step may have at most {MOST} parts",
+                f"a step may have at most {MAX_PARTS} parts",
                 f"these are {parts}",
                 helps=("make `micro`, `chunks` or `slices` smaller",),
             )
@@ -147,17 +147,17 @@ class pipeline(Located, Resolved):  # noqa: N801
 
     def _check_size(self, stages: int) -> None:
         """Refuse (S304) a step whose timeline would take too long or too much memory."""
-        if stages > MOST_STAGES:
+        if stages > MAX_STAGES:
             refuse(
                 "S304",
-                f"a pipeline may have at most {MOST_STAGES} stages",
+                f"a pipeline may have at most {MAX_STAGES} stages",
                 f"these are {stages}",
                 helps=("make the axis of the mesh smaller",),
             )
-        if (operations := stages * self.micro * self.slices) > MOST_OPERATIONS:
+        if (operations := stages * self.micro * self.slices) > MAX_OPERATIONS:
             refuse(
                 "S304",
-                f"a step may have at most {MOST_OPERATIONS} forwards on all ranks together",
+                f"a step may have at most {MAX_OPERATIONS} forwards on all ranks together",
                 f"these are {operations}",
                 helps=("make `micro` or `slices`, or the axis of the mesh smaller",),
             )
@@ -167,10 +167,10 @@ class pipeline(Located, Resolved):  # noqa: N801
         return replace(plan, order=self._order_of(plan))
 
     def _order_of(self, plan: Plan) -> Order:
-        from schedlang.pipeline.schedules import chunks_of
+        from schedlang.pipeline.schedules import default_chunks
 
         axis = plan.cuts[0].axis if plan.cuts else None
-        chunks = self.chunks or (1 if self.is_table else chunks_of(self.order))
+        chunks = self.chunks or (1 if self.is_table else default_chunks(self.order))
         return Order(
             axis,
             self.order,

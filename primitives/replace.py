@@ -73,9 +73,9 @@ class replace(Renewing):  # noqa: N801
 
     def transform(self, site: tuple[Site, ...], plan: Plan) -> Plan:
         """Return the plan of a copy of the model in which the modules are replaced."""
-        from schedlang.runtime.kernel_injection.replaced_module import Replace
+        from schedlang.runtime.kernel_injection.replaced_module import ReplaceModules
 
         known: Mapping[str, Any] = plan.model.replacements
         sites = tuple(one.fqn for one in site)
-        change = Replace(sites, self.module, known[self.module])
-        return dataclasses.replace(plan, model=plan.model.changed(change))
+        change = ReplaceModules(sites, self.module, known[self.module])
+        return dataclasses.replace(plan, model=plan.model.with_change(change))

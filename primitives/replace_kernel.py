@@ -143,7 +143,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
                 helps=(f"drop the row `{site} {self}`",),
             )
         edges = traced.edges.get(site.fqn, ())
-        if not self.waits or not edges or [edge.head for edge in edges] == [True]:
+        if not self.waits or not edges or [edge.is_head for edge in edges] == [True]:
             return
         rows = [a for a in plan.rows_changing(Facet.PLACEMENT) if site.fqn in a.sites]
         axis = edges[0].group.axes[0]
@@ -188,9 +188,9 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     def _probe(self, site: Site, plan: Plan) -> Any:
         """Return the result of probing a module; cached for equal modules."""
-        from schedlang.kernels.probe import judged
+        from schedlang.kernels.probe import probe_once
         from schedlang.runtime.kernel_injection.kernel import match
 
         module = plan.model.model.get_submodule(site.fqn)
         probe = partial(match, kernel=self.kernel)
-        return judged(module, probe, plan.model.cache, self.kernel)
+        return probe_once(module, probe, plan.model.cache, self.kernel)

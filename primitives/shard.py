@@ -12,17 +12,17 @@ from schedlang.ir.annotations import Boundary
 from schedlang.ir.features import SplittingHeads, Uniform, check_called
 from schedlang.ir.placement import (
     EVEN,
-    Cut,
     P,
     Placement,
     R,
     Replicate,
     S,
-    blocks_of,
-    remedies,
-    remedy,
-    sizes_of,
-    some,
+    SplitDim,
+    block_sizes_of,
+    find_remedies,
+    first_remedy,
+    format_numbers,
+    suggest_blocks,
 )
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
-TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup multiplies by one-hots
+TABLE_STYLES = {
+    "col": "hidden",
+    "row": "vocab",
+    "vocab": "vocab",
+}  # a lookup multiplies by one-hots
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
-TABLED = ("Embedding", "EmbeddingBag")
-KINDS = ("Linear", "Conv1D", *TABLED, *CONVOLUTIONS)
+TABLE_CLASSES = ("Embedding", "EmbeddingBag")
+KINDS = ("Linear", "Conv1D", *TABLE_CLASSES, *CONVOLUTIONS)
 
 
 class shard(SplittingHeads, Uniform):  # noqa: N801
@@ -120,7 +124,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         if not named:
             check_called(self, site, plan)
         kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is not None and named and not plain(site, kind, plan):
+        if kind is not None and named and not is_plain(site, kind, plan):
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` whose forward does not compute a plain `{kind}`",
@@ -140,7 +144,14 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}` changes its weight during lookup (`max_norm`)",
                 helps=("keep it replicated", "or build it without `max_norm`"),
             )
-        if named and (kind is None or kind in TABLED):
+        stays_split = self.style == "vocab" and self.output is None and self._dim(site) == "out"
+        if stays_split and (module._backward_hooks or module._backward_pre_hooks):
+            refuse(
+                "S404",
+                f"`{site}` has a hook on gradients, and split logits never have any",
+                helps=("`shard(col, output=R)` gathers them", "or remove the hook"),
+            )
+        if named and (kind is None or kind in TABLE_CLASSES):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
@@ -154,13 +165,17 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         axis = str(self.over)
         one_head = self.heads == 1 and self.uneven == "replicate"
         if one_head and plan.mesh.size(self.over) > 1:  # each rank holds the full parameters
-            return plan.with_boundary(site.fqn, Boundary(axis, self.input or R, R, differ=True))
+            return plan.with_boundary(
+                site.fqn, Boundary(axis, self.input or R, R, replicated_output=True)
+            )
         for _, fact, dim in self._splits(site):
             layout = plan.layout(fact.name)
             if axis not in layout.axes:  # a tied name may have split it already
-                sizes = sizes_of(self.blocks, layout.shape[dim])
-                cut = Cut(sizes, self.heads, self.uneven)
-                uneven = cut.uneven(plan.mesh.size(axis)) if layout.padded == layout.shape else None
+                sizes = block_sizes_of(self.blocks, layout.shape[dim])
+                cut = SplitDim(sizes, self.heads, self.uneven)
+                uneven = (
+                    cut.uneven_rule(plan.mesh.size(axis)) if layout.padded == layout.shape else None
+                )
                 split = layout.split(axis, dim, cut.blocks, uneven or EVEN)
                 plan = plan.with_layout(fact.name, split)
         entry, leave = self._edges(site)
@@ -173,7 +188,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         names = site.dims.get("weight", ())
         if self.style is None:
             return None
-        wanted = (TABLES if "vocab" in names else STYLES)[self.style]
+        wanted = (TABLE_STYLES if "vocab" in names else STYLES)[self.style]
         if self.style == "vocab" and "out" in names:
             return "out"
         return wanted if wanted in names else None
@@ -306,7 +321,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 "S402",
                 f"cannot split {groups} groups evenly {ranks} ways",
                 f"`{self.over}` has {ranks} ranks",
-                helps=(f"`{self.over}` may be {some(legal)}",),
+                helps=(f"`{self.over}` may be {format_numbers(legal)}",),
             )
 
     def _check_split(
@@ -314,13 +329,13 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     ) -> None:
         layout, ranks = plan.layout(fact.name), plan.mesh.size(self.over)
         size = layout.shape[dim]
-        cut = Cut(sizes_of(self.blocks, size), self.heads, self.uneven)
+        cut = SplitDim(block_sizes_of(self.blocks, size), self.heads, self.uneven)
         if sum(cut.blocks) != size:
             refuse(
                 "S406",
-                f"blocks [{some(cut.blocks)}] add up to {sum(cut.blocks)}, not to {size}",
+                f"blocks [{format_numbers(cut.blocks)}] add up to {sum(cut.blocks)}, not to {size}",
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
-                helps=blocks_of(self.blocks, size),
+                helps=suggest_blocks(self.blocks, size),
             )
         odd = [block for block in cut.blocks if self.heads and block % self.heads]
         if odd or (self.heads is not None and self.heads < 1):
@@ -329,14 +344,14 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 "S406",
                 f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
-                helps=(f"`heads` may be {some(divide)}",),
+                helps=(f"`heads` may be {format_numbers(divide)}",),
             )
         if self.uneven == "replicate":
             self._check_replicate(site, plan, name, dim, cut)
         padded = Fraction(layout.padded[dim], size)
         held = [unit * padded for unit in cut.units]
         if padded == 1:
-            fits = cut.uneven(ranks) is not None
+            fits = cut.uneven_rule(ranks) is not None
         else:
             fits = all(unit.denominator == 1 and unit % ranks == 0 for unit in held)
         if not fits:
@@ -344,19 +359,19 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             self._refuse_size(site, name, dim, cut, next(wrong, size) * padded, ranks)
 
     def _refuse_size(
-        self, site: Site, name: str, dim: int, cut: Cut, bad: Fraction, ranks: int
+        self, site: Site, name: str, dim: int, cut: SplitDim, bad: Fraction, ranks: int
     ) -> None:
         fact, names = site.parameters[name], site.dims.get(name, ())
         what = f"dim `{names[dim]}`" if names else f"dim {dim}"
-        legal = cut.fitting()
-        helps = [f"`{self.over}` may be {some(legal)}"] if legal else []
+        legal = cut.fitting_rank_counts()
+        helps = [f"`{self.over}` may be {format_numbers(legal)}"] if legal else []
         facts: Facts = ()
         if names[dim : dim + 1] in (("vocab",), ("out",)) and self.style == "vocab":
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
         elif self.uneven is None:
             out = names[dim : dim + 1] == ("out",)
-            helps += remedies(f"{site} {self._call}", self.heads, ranks, out)
-            facts = remedy(self.heads, ranks, out)
+            helps += find_remedies(f"{site} {self._call}", self.heads, ranks, out)
+            facts = first_remedy(self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
@@ -381,8 +396,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         self, site: str, heads: int, ranks: int, blocks: bool
     ) -> tuple[Sequence[str], Facts]:
         """Return calls with arguments for heads, or with blocks, and the first one's facts."""
-        found = remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
-        facts = remedy(heads, ranks, self.style == "col")
+        found = find_remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
+        facts = first_remedy(heads, ranks, self.style == "col")
         if blocks and self.blocks == 1:
             found.append(
                 f"if these are not heads, but {heads} blocks side by side (q, k and v):"
@@ -399,10 +414,10 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         more = [] if blocks == 1 else [f"blocks={blocks}"]
         return f"shard({', '.join([*given, f'over={self.over}', *more])}"
 
-    def _check_replicate(self, site: Site, plan: Plan, name: str, dim: int, cut: Cut) -> None:
+    def _check_replicate(self, site: Site, plan: Plan, name: str, dim: int, cut: SplitDim) -> None:
         """Refuse shards held by several ranks where they would be summed several times (S402)."""
         ranks, names = plan.mesh.size(self.over), site.dims.get(name, ())
-        if cut.even(ranks):
+        if cut.divides_evenly(ranks):
             return
         if self.heads is None:
             refuse(
@@ -438,16 +453,16 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             )
 
 
-def plain(site: Site, kind: str, plan: Plan) -> bool:
+def is_plain(site: Site, kind: str, plan: Plan) -> bool:
     """Return whether a module computes what its class computes; cached for equal modules."""
-    if plan.model.computes_as(site.fqn, kind) or site.is_a("Adapted"):
+    if plan.model.computes_as(site.fqn, kind) or site.is_a("AdaptedProjection"):
         return True
-    from schedlang.kernels.probe import seen
+    from schedlang.kernels.probe import module_key
 
     module = plan.model.model.get_submodule(site.fqn)
-    key = ("plain", kind, seen(module))
+    key = ("plain", kind, module_key(module))
     if key not in plan.model.cache:
-        from schedlang.runtime.propagation.likeness import computes_like
+        from schedlang.runtime.propagation.subclass_probe import computes_like
 
         plan.model.cache[key] = computes_like(module, kind)
     return bool(plan.model.cache[key])

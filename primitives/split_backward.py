@@ -37,12 +37,12 @@ class split_backward(Primitive):  # noqa: N801
                 f"`{site}` has no parameters",
                 helps=("select modules with parameters, for example `**:Linear`",),
             )
-        if site.fqn in (plan.late or ()):
+        if site.fqn in (plan.deferred_weight_grads or ()):
             refuse("S509", "its backward is split already", helps=("drop one of the two rows",))
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the module to the plan."""
-        return replace(plan, late=(*(plan.late or ()), site.fqn))
+        return replace(plan, deferred_weight_grads=(*(plan.deferred_weight_grads or ()), site.fqn))
 
 
 def _has_parameters(site: Site, plan: Plan) -> bool:

@@ -60,9 +60,9 @@ class tie(Primitive):  # noqa: N801
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Return the plan of a copy of the model, on the same storage, with tied parameters."""
-        from schedlang.runtime.changed import Tie
+        from schedlang.runtime.parameter_changes import Tie
 
-        return replace(plan, model=plan.model.changed(Tie(self._groups(sites, plan))))
+        return replace(plan, model=plan.model.with_change(Tie(self._groups(sites, plan))))
 
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
         """Return the parameters of a module to be shared, by their names inside the module."""

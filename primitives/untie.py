@@ -64,9 +64,9 @@ class untie(Primitive):  # noqa: N801
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Return the plan of a copy of the model in which the module has its own parameters."""
-        from schedlang.runtime.changed import Untie
+        from schedlang.runtime.parameter_changes import Untie
 
-        return replace(plan, model=plan.model.changed(Untie(self._shared(site, plan))))
+        return replace(plan, model=plan.model.with_change(Untie(self._shared(site, plan))))
 
     def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
         """Return the full names of the parameters that become the module's own."""

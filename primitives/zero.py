@@ -130,7 +130,7 @@ class zero(Slicing):  # noqa: N801
         split = {
             a
             for parameter, layout in plan.layouts.items()
-            if parameter not in plan.spread
+            if parameter not in plan.batch_split_parameters
             for name in layout.axes
             for a in plan.mesh.fold(name)
         }

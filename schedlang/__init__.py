@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from schedlang.ir.placement import P, R, S
     from schedlang.passes.judge.program import TrainingProgram
     from schedlang.report import Report
-    from schedlang.runtime.checkpointing.steps import last_checkpoint
-    from schedlang.runtime.initial.recorded import deferred_init
+    from schedlang.runtime.checkpointing.checkpoint_folders import last_checkpoint
+    from schedlang.runtime.initial.recorded_init import deferred_init
     from schedlang.runtime.transfer.transfer import transfer
     from schedlang.schedule import create_schedule, load
     from schedlang.trainer import Trainer
@@ -50,8 +50,8 @@ _HOMES = {
     "TrainingProgram": "passes.judge.program",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",
-    "deferred_init": "runtime.initial.recorded",
-    "last_checkpoint": "runtime.checkpointing.steps",
+    "deferred_init": "runtime.initial.recorded_init",
+    "last_checkpoint": "runtime.checkpointing.checkpoint_folders",
     "load": "schedule",
     "transfer": "runtime.transfer.transfer",
     "verify": "equivalence",

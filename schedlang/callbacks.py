@@ -26,11 +26,11 @@ class Meter:
     """
 
     tokens: int = 0
-    since: tuple[float, int, int] = (0.0, 0, 0)
+    last_query: tuple[float, int, int] = (0.0, 0, 0)
 
     def begin(self, step: int) -> None:
         """Start counting at this step."""
-        self.since = time.perf_counter(), step, self.tokens
+        self.last_query = time.perf_counter(), step, self.tokens
 
     def add(self, batch: Batch, times: int) -> None:
         """Count a batch of one rank; `times` ranks have equally many rows."""
@@ -50,9 +50,9 @@ class Meter:
         """
         from schedlang.runtime.device import peak_bytes
 
-        program, (then, before, tokens) = trainer.program, self.since
+        program, (then, before, tokens) = trainer.program, self.last_query
         self.begin(program.step)
-        seconds = self.since[0] - then
+        seconds = self.last_query[0] - then
         found: Figures = {"step": program.step, "loss": loss}
         if (norm := program.grad_norm) is not None:
             found["gradient norm"] = norm
@@ -88,7 +88,7 @@ def _peak_flops(trainer: Trainer) -> float | None:
 # -- where figures are shown -----------------------------------------------------------------------
 
 
-def first(trainer: Trainer) -> bool:
+def is_first_rank(trainer: Trainer) -> bool:
     """Return whether this is the first rank, which prints for all."""
     return trainer.program.assembly.ranks.rank == 0
 
@@ -105,7 +105,7 @@ class Console:
         from rich.console import Console as Rich
         from rich.progress import Progress
 
-        if first(trainer):
+        if is_first_rank(trainer):
             rich = Rich()
             self._bar = Progress(console=rich, disable=not rich.is_terminal)
             self._task = self._bar.add_task("", total=trainer.steps)
@@ -115,7 +115,7 @@ class Console:
         """Print a line."""
         if self._bar is not None:
             self._bar.update(self._task, completed=figures["step"])
-            self._bar.console.print(line(figures), highlight=False, soft_wrap=True)
+            self._bar.console.print(format_figures(figures), highlight=False, soft_wrap=True)
 
     on_evaluate = on_log
 
@@ -134,7 +134,7 @@ _FORMS = {
 }
 
 
-def line(figures: Figures) -> str:
+def format_figures(figures: Figures) -> str:
     """Format figures as a line: step 10  loss 3.1416  gradient norm 1.2  ..."""
     values = dict(figures)
     if "memory" in values:
@@ -153,7 +153,7 @@ class TensorBoard:
     def on_begin(self, trainer: Trainer) -> None:
         """Open the folder. Raises Refusal S691 if TensorBoard is not installed."""
         module = _import_optional("torch.utils.tensorboard", "tensorboard")
-        if first(trainer):
+        if is_first_rank(trainer):
             self._writer = module.SummaryWriter(str(self.folder))
 
     def on_log(self, trainer: Trainer, figures: Figures) -> None:
@@ -181,7 +181,7 @@ class WandB:
     def on_begin(self, trainer: Trainer) -> None:
         """Begin a run. Raises Refusal S691 if `wandb` is not installed."""
         module = _import_optional("wandb", "wandb")
-        if first(trainer):
+        if is_first_rank(trainer):
             self._run = module.init(**self.options)
 
     def on_log(self, trainer: Trainer, figures: Figures) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any
 
-from schedlang.uncollected import Process
+from schedlang.garbage_collection import ProcessState
 
 if TYPE_CHECKING:
     import typer
@@ -31,20 +31,41 @@ def main() -> None:
         print(f"schedlang {__version__}")
         sys.exit()
     if words[:1] == ["check"]:
-        from schedlang.verbs.checking import plain
+        from schedlang.verbs.quick_check import run_quick_check
 
-        code = plain(words[1:])
+        code = run_quick_check(words[1:])
         if code is not None:
             sys.exit(code)
-    Process.own = True
+    ProcessState.own = True
     try:
         # load only the named verb; for an unknown word all of them, to list them
-        made(words[:1] if words and words[0] in VERBS else VERBS)()
+        app = make_app(words[:1] if words and words[0] in VERBS else VERBS)
+        _with_json(app) if "--json" in words else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
 
 
-def made(verbs: Sequence[str]) -> typer.Typer:
+def _with_json(app: typer.Typer) -> None:
+    """Run a verb whose output a machine reads: what is wrong with its words is JSON as well."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # of typer's, wherever its class lies
+        if type(error).__name__ == "Abort":  # by the keyboard
+            sys.exit(1)
+        if said is None:
+            raise
+        from schedlang.diagnostics.diagnostic import Refusal
+        from schedlang.verbs.exits import REFUSED, show_refusal
+
+        verb = f" {sys.argv[1]}" if sys.argv[1] in VERBS else ""
+        helps = (f"`schedlang{verb} --help` lists what it takes",)
+        show_refusal(Refusal.of("S109", said(), helps=helps), as_json=True)
+        sys.exit(REFUSED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def make_app(verbs: Sequence[str]) -> typer.Typer:
     """Make the command line with these verbs."""
     import typer
 
@@ -95,7 +116,7 @@ def __getattr__(name: str) -> Any:
     """Return `app`, the command line with all its verbs, made on first use."""
     if name != "app":
         raise AttributeError(f"module `schedlang.cli` has no `{name}`")
-    return globals().setdefault("app", made(VERBS))
+    return globals().setdefault("app", make_app(VERBS))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostics.diagnostic import (
     Label,
     Refusal,
-    at_their_callers_lines,
-    closest,
+    facts_of_unknown,
+    find_closest,
     kind_of,
-    unknown,
+    refuse_methods_at_caller,
 )
 from schedlang.diagnostics.source import python_span
-from schedlang.diagnostics.tables import html_table, number
+from schedlang.diagnostics.tables import format_count, html_table
 from schedlang.ir.primitive import Primitive, registry
 from schedlang.language import lift, manual, printer
 from schedlang.language import nodes as n
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST, MOST_SHOWN = 3, 20  # names shown in a repr, and modules in a notebook
 
 
-@at_their_callers_lines
+@refuse_methods_at_caller
 @dataclass(frozen=True, repr=False)
 class Cursor:
     """The modules of one path: `sch["transformer.h.*"].checkpoint()`."""
@@ -46,7 +46,7 @@ class Cursor:
     def __getitem__(self, path: str | int | slice) -> Cursor:
         """Return modules inside of these: `sch["transformer"]["h"][0]`,
         `sch["transformer.h"][:2]`."""
-        return replace(self, _path=joined(self._path, path))
+        return replace(self, _path=join_path(self._path, path))
 
     def __iter__(self) -> Iterator[Cursor]:
         """Refuse: a row is for all modules at once."""
@@ -55,17 +55,17 @@ class Cursor:
         helps = (f'their names: `sch["{path}"].modules`',)
         raise Refusal.of("S202", title, Label(python_span()), helps=helps)
 
-    def __getattr__(self, name: str) -> Caller:
+    def __getattr__(self, name: str) -> PendingCall:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Caller(self._schedule, self._roots, self._path, name)
+        return PendingCall(self._schedule, self._roots, self._path, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *registry()})
 
     def row(self, verb: str, *args: object, **named: object) -> None:
         """Add the row of a verb by its name: `sch["h.*"].row("checkpoint")`."""
-        called(Caller(self._schedule, self._roots, self._path, verb), args, named)
+        record_call(PendingCall(self._schedule, self._roots, self._path, verb), args, named)
 
     def __repr__(self) -> str:
         path_text = printer.path(self._path)
@@ -91,8 +91,10 @@ class Cursor:
             (
                 name or "the model",
                 plan.model.sites[name].class_name,
-                number(plan.model.numel(name)),
-                ", ".join(str(action.primitive) for action in plan.rows_at(name) if action.acts),
+                format_count(plan.model.numel(name)),
+                ", ".join(
+                    str(action.primitive) for action in plan.rows_at(name) if action.has_effect
+                ),
             )
             for name in found[:MOST_SHOWN]
         ]
@@ -108,9 +110,9 @@ class Cursor:
         return self
 
 
-@at_their_callers_lines
+@refuse_methods_at_caller
 @dataclass(frozen=True, repr=False)
-class Caller:
+class PendingCall:
     """A primitive or a definition to be called; a dotted name is one of a library."""
 
     _schedule: Schedule
@@ -122,7 +124,7 @@ class Caller:
         if (page := _page(self._name)) is not None:  # for `help` and notebooks
             object.__setattr__(self, "__doc__", page)
 
-    def __getattr__(self, name: str) -> Caller:
+    def __getattr__(self, name: str) -> PendingCall:
         if name.startswith("_"):
             raise AttributeError(name)
         return replace(self, _name=f"{self._name}.{name}")
@@ -135,7 +137,7 @@ class Caller:
 
     def __call__(self, *args: object, **named: object) -> None:
         """Check the row, add it to the plan and record it; or refuse and change nothing."""
-        called(self, args, named)
+        record_call(self, args, named)
 
     def __repr__(self) -> str:
         on = "sch" if self._path is None else f'sch["{printer.path(self._path)}"]'
@@ -149,11 +151,11 @@ def _page(verb: str) -> str | None:
     return None if known is None else manual.explain(known)
 
 
-def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> None:
+def record_call(one: PendingCall, args: tuple[object, ...], named: dict[str, object]) -> None:
     """Check the row of a call, add it to the plan and record it; or refuse and change nothing."""
     span = python_span()
     if one._name == "replace":
-        name = one._schedule._facts.named
+        name = one._schedule._facts.register_replacement
         args, named = tuple(map(name, args)), {k: name(v) for k, v in named.items()}
     if isinstance(named.get("axis"), str) and "over" not in named:  # as torch and numpy name it
         named = {"over" if key == "axis" else key: value for key, value in named.items()}
@@ -163,15 +165,17 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
     except Refusal as refusal:
         first = refusal.diagnostic
         public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))
-        near = closest(one._name, public) if first.code == "S301" and one._path is None else None
+        near = (
+            find_closest(one._name, public) if first.code == "S301" and one._path is None else None
+        )
         if near is None or first.fact("meant") is not None:
             raise
         help_ = f"did you mean `sch.{near}`?"  # not a verb, but a method of the schedule
-        facts = unknown(one._name, (near,))
+        facts = facts_of_unknown(one._name, (near,))
         raise Refusal(replace(first, helps=(help_,), facts=facts)) from None
 
 
-def path_of(said: object) -> n.Path:
+def parse_selector(said: object) -> n.Path:
     """Parse the path in a text; refuses other types."""
     span = python_span()
     if not isinstance(said, str):
@@ -181,12 +185,12 @@ def path_of(said: object) -> n.Path:
     return parse_path(said, span)
 
 
-def joined(path: n.Path, inner: str | int | slice) -> n.Path:
+def join_path(path: n.Path, inner: str | int | slice) -> n.Path:
     """Return the path of the modules `inner` inside of those of `path`; numbers index children."""
     span = python_span()
     if not isinstance(inner, int | slice):
-        more = path_of(inner)
-        return replace(more, segs=(*path.segs, *more.segs), maybe=path.maybe or more.maybe)
+        more = parse_selector(inner)
+        return replace(more, segs=(*path.segs, *more.segs), optional=path.optional or more.optional)
     *before, last = path.segs
     if last.index:  # h[:2][0]: rows cannot say it
         title = "modules selected by index cannot be indexed again"

@@ -31,7 +31,7 @@ class Door:
         return found
 
 
-WAY = (
+MAIN_DOORS = (
     Door("read", "language.syntax", ("path",), "Source", "the text of a schedule, and its name"),
     Door("parse", "language.syntax", ("source",), "File", "the syntax tree; every node has a span"),
     Door(
@@ -80,7 +80,7 @@ WAY = (
 )
 
 # without ranks, from the same values
-SIDE = (
+SIDE_DOORS = (
     Door(
         "static",
         "passes.static_checks.static",
@@ -89,10 +89,10 @@ SIDE = (
         "proofs from shapes and types alone: sums, owners, weights, matching collectives",
     ),
     Door(
-        "rehearse",
-        "passes.simulate.rehearse",
+        "simulate_ranks",
+        "passes.simulate.simulated_ranks",
         ("plan", "batch", "loss", "prepared"),
-        "Rehearsal",
+        "SimulatedRanks",
         "a step of each kind of rank on the meta device: work and bytes alive",
     ),
     Door(
@@ -112,7 +112,7 @@ SIDE = (
 )
 
 # the steps of one row, `shard(col, over=tp)`, on this way: module, function, description
-ROW = (
+ROW_STEPS = (
     (
         "primitives.shard",
         "shard.transform",
@@ -133,10 +133,10 @@ ROW = (
     (
         "passes.partition.staging",
         "shard_modules",
-        "puts a layer around the module's forward (`runtime.sharding.leaf.Sharded`)",
+        "puts a layer around the module's forward (`runtime.sharding.sharded_layer.ShardedLayer`)",
     ),
     (
-        "runtime.sharding.shard",
+        "runtime.sharding.edges",
         "projection",
         "runs in each step: enters, multiplies, leaves; entering sums the input's gradient in"
         " backward (`collectives.enter`)",

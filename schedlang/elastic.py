@@ -19,9 +19,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    facts_of_unknown,
+    suggest_name,
+)
+from schedlang.diagnostics.job_refusals import FRESH_STORE
 from schedlang.diagnostics.source import python_span
-from schedlang.diagnostics.told_once import FRESH
 from schedlang.language import nodes as n
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
@@ -30,19 +36,21 @@ from schedlang.schedule import Schedule
 if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.language.knob import Knob
-    from schedlang.passes.autoshard.tune import Tried
+    from schedlang.passes.autoshard.knob_tuning import PricedPlan
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.trainer import Trainer
 
-COMES = 30.0  # seconds in which all ranks must arrive: a node may have died since it was counted
+ARRIVAL_TIMEOUT = (
+    30.0  # seconds in which all ranks must arrive: a node may have died since it was counted
+)
 _CHECK_INTERVAL = 3.0  # seconds between two checks of the other ranks
 _MAX_REASONS = 4  # reasons shown for refused settings
 _MICRO = "micro"  # the argument for the number of microbatches
-Given = dict[str, Any]  # values of knobs, by name
+KnobValues = dict[str, Any]  # values of knobs, by name
 Setting = dict[str, Any]  # `ranks`, and the `knobs` for them: plain data
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of this round of a job before they join a process group, connected by the job's
     store.
 
@@ -61,17 +69,17 @@ class Meeting:
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"
-        if world.joined():
+        if world.is_joined():
             title = "an elastic run chooses its mesh before the ranks join their job"
             raise _refusal(title, "", "leave `init_process_group` to the trainer")
         keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if keeps and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             title = "this torchrun keeps one store for all rounds of the job"
             note = "ranks that restart would read entries of the round before"
-            help_ = f"give each round its own store: `{FRESH}=1 torchrun ...`"
+            help_ = f"give each round its own store: `{FRESH_STORE}=1 torchrun ...`"
             raise _refusal(title, note, help_)
-        self._wait = max(COMES, options.get("wait", 0.0))
-        self._store = agreement.meet(self._wait)
+        self._wait = max(ARRIVAL_TIMEOUT, options.get("wait", 0.0))
+        self._store = agreement.rendezvous(self._wait)
         if self._store is None and self.ranks > 1:
             title = f"{self.ranks} ranks have no store of torchrun"
             raise _refusal(title, "", "start them by `torchrun`: `schedlang launch FILE`")
@@ -80,17 +88,17 @@ class Meeting:
             beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
             beats.start()
 
-    def first(self, value: Any) -> Any:
+    def from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value, on all ranks."""
-        return self.every(value)[0]
+        return self.gather_values(value)[0]
 
-    def every(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any) -> list[Any]:
         """Return the values of all ranks, on all ranks.
 
         Raises Refusal S651 on the first rank if a rank has sent no value and no heartbeat for 30
         seconds.
         """
-        from schedlang.runtime.comm.agreement import refuse_missing, until
+        from schedlang.runtime.comm.agreement import poll_until, refuse_missing
 
         if self._store is None:
             return [value]
@@ -104,7 +112,7 @@ class Meeting:
             return bool(self._store.add(f"{room}/count", 0) >= self.ranks)
 
         heartbeats: dict[int, tuple[int, float]] = {}  # number of a rank's, and the last one's time
-        while not until(all_sent, _CHECK_INTERVAL):
+        while not poll_until(all_sent, _CHECK_INTERVAL):
             before, now = heartbeats, time.monotonic()
             heartbeats = {rank: (beats, now) for rank, beats in self._count_beats(keys).items()}
             for rank in heartbeats.keys() & before.keys():
@@ -113,10 +121,10 @@ class Meeting:
             lost = [
                 rank
                 for rank, (_, since) in heartbeats.items()
-                if now - since > COMES - 2 * _CHECK_INTERVAL
+                if now - since > ARRIVAL_TIMEOUT - 2 * _CHECK_INTERVAL
             ]
             if lost:  # the other ranks end with the store, which this rank holds
-                refuse_missing(lost, self.ranks, COMES)
+                refuse_missing(lost, self.ranks, ARRIVAL_TIMEOUT)
         return [pickle.loads(one) for one in self._store.multi_get(keys)]
 
     def _count_beats(self, keys: Sequence[str]) -> dict[int, int]:
@@ -132,13 +140,13 @@ class Meeting:
             while not self._done.wait(1.0):
                 store.add(f"{self._room}/beats/{self.rank}", 1)
 
-    def fitted(
+    def fit_schedule(
         self,
         run: Trainer,
         given: Schedule,
         batch: Mapping[str, Any],
         told: Mapping[str, Any] | None,
-    ) -> tuple[Schedule, Setting, Given]:
+    ) -> tuple[Schedule, Setting, KnobValues]:
         """Return the schedule under the best setting for the current ranks, and join them.
 
         Also returns the setting, and options of `build`: dropout draws on one rank as on several,
@@ -152,7 +160,7 @@ class Meeting:
 
         named = [run.elastic] if isinstance(run.elastic, str) else run.elastic
         names = () if named is True else tuple(named or ())
-        fit = Fit(given, names, self, batch, run.loss, run.build.get("weight"))
+        fit = SettingSearch(given, names, self, batch, run.loss, run.build.get("weight"))
         same = told is not None and told["schedule"] == given.to_sched()
         before = told.get("setting") if told is not None and same else None
         if before is None or before["ranks"] != self.ranks:
@@ -166,7 +174,7 @@ class Meeting:
         finally:
             guard.cancel()
         drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
-        return fit.under(before["knobs"]), before, drawing
+        return fit.schedule_with(before["knobs"]), before, drawing
 
 
 def _exit_alone(seconds: float) -> None:
@@ -176,24 +184,24 @@ def _exit_alone(seconds: float) -> None:
     os._exit(1)
 
 
-class Joined:
-    """The ranks of a job whose number matches the schedule; has the methods of a `Meeting`."""
+class JoinedJob:
+    """The ranks of a job whose number matches the schedule; has the methods of a `Rendezvous`."""
 
     def __init__(self, given: Schedule) -> None:
         """Join the job. Raises Refusal S205 or S607 if its ranks are not those of the mesh."""
-        from schedlang.passes.lower.build import check_job
+        from schedlang.passes.lower.build import join_job
 
-        check_job(given.plan())
+        join_job(given.plan())
 
-    def first(self, value: Any) -> Any:
+    def from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value, on all ranks."""
         from schedlang.runtime.comm import world
 
         return world.broadcast_object(0, value)
 
-    def fitted(
+    def fit_schedule(
         self, _run: Trainer, given: Schedule, *_: Any
-    ) -> tuple[Schedule, Setting | None, Given]:
+    ) -> tuple[Schedule, Setting | None, KnobValues]:
         """Return the schedule unchanged."""
         return given, None, {}
 
@@ -204,7 +212,7 @@ def _refusal(title: str, note: str, help_: str) -> Refusal:
 
 
 @dataclass(frozen=True)
-class Fit:
+class SettingSearch:
     """A search for the setting of a schedule for a number of ranks; all ranks of the job together.
 
     given     the schedule, under any setting
@@ -215,7 +223,7 @@ class Fit:
 
     given: Schedule
     names: Sequence[str]
-    meeting: Meeting
+    meeting: Rendezvous
     batch: Mapping[str, Any]
     loss: Callable[..., Any] | None = None
     weight: Callable[..., Any] | None = None
@@ -225,7 +233,7 @@ class Fit:
         """The number of ranks of the job."""
         return self.meeting.ranks
 
-    def under(self, knobs: Mapping[str, Any]) -> Schedule:
+    def schedule_with(self, knobs: Mapping[str, Any]) -> Schedule:
         """Return the schedule under a setting, for these ranks."""
         model = self.given._facts.base.model
         return Schedule(model, self.given.tree, self._settings(knobs))
@@ -233,7 +241,7 @@ class Fit:
     def _settings(self, knobs: Mapping[str, Any]) -> Settings:
         return Settings({**self.given._settings.knobs, **knobs}, {}, self.ranks)
 
-    def best(self) -> Given:
+    def best(self) -> KnobValues:
         """Return the knobs with the shortest step.
 
         Candidates make a mesh of all ranks, train the same parameters, give up the same properties
@@ -243,23 +251,23 @@ class Fit:
         menu, refused = self._candidates()
         if len(menu) == 1:
             return menu[0]
-        from schedlang.passes.autoshard.tune import ranked
+        from schedlang.passes.autoshard.knob_tuning import rank_fitting
 
         cluster = _cluster(self.given.tree, self.meeting)
         found = self._price(menu, cluster)
-        if best := ranked(found, cluster.memory):
-            return dict(best[0].given)
+        if best := rank_fitting(found, cluster.memory):
+            return dict(best[0].knobs)
         raise self._no_setting([*refused, *_objections(found, cluster.memory)])
 
     # -- candidates -------------------------------------------------------------------------------
 
-    def _candidates(self) -> tuple[list[Given], list[str]]:
+    def _candidates(self) -> tuple[list[KnobValues], list[str]]:
         """Return the settings for these ranks, and why others are excluded."""
-        from schedlang.passes.autoshard.tune import setting, settings_of
+        from schedlang.passes.autoshard.knob_tuning import format_setting, settings_of
 
         tree, fixed = self.given.tree, dict(self.given._settings.knobs)
         state = expand(tree, None, Settings(fixed))
-        knobs, sizing = state.knobs, {*state.sized.values(), *_names_in(_mesh(tree))}
+        knobs, sizing = state.knobs, {*state.axis_knobs.values(), *_names_in(_mesh(tree))}
         free = self._free_knobs(knobs, sizing)
         kept = {name: knob.value for name, knob in knobs.items() if name not in free}
         sizes = {name: _divisor_sizes(self.ranks, knobs[name]) for name in free & sizing}
@@ -267,7 +275,7 @@ class Fit:
         like = _family_key(self.given.plan())
         for one in settings_of(tree, kept, {name: each for name, each in sizes.items() if each}):
             if why := self._objection(one, like):
-                refused.append(f"{setting(one)}: {why}" if one else why)
+                refused.append(f"{format_setting(one)}: {why}" if one else why)
             else:
                 menu.append(one)
         if not menu:
@@ -279,7 +287,10 @@ class Fit:
         for name in self.names:
             if name not in knobs:
                 title = f"the schedule has no knob `{name}`"
-                help_, facts = guess(name, knobs, "its knobs are"), unknown(name, knobs)
+                help_, facts = (
+                    suggest_name(name, knobs, "its knobs are"),
+                    facts_of_unknown(name, knobs),
+                )
                 raise Refusal.of("S106", title, helps=(help_,), facts=facts)
         if self.names:
             return set(self.names)
@@ -287,7 +298,7 @@ class Fit:
         cuts = (one for one in every if isinstance(one, n.Keyword) and one.name == _MICRO)
         return (sizing | _names_in(*cuts)) & knobs.keys()
 
-    def _objection(self, knobs: Given, like: object) -> str:
+    def _objection(self, knobs: KnobValues, like: object) -> str:
         """Return what is against a setting before it is priced; "" if nothing is."""
         settings = self._settings(knobs)
         try:  # without the model, which is fast and excludes most
@@ -304,15 +315,15 @@ class Fit:
             else "it trains other parameters, or gives up other things"
         )
 
-    def _price(self, menu: Sequence[Given], cluster: Cluster) -> list[Tried]:
+    def _price(self, menu: Sequence[KnobValues], cluster: Cluster) -> list[PricedPlan]:
         """Price every setting, each on one of the ranks."""
-        from schedlang.passes.autoshard.tune import Job, tune
+        from schedlang.passes.autoshard.knob_tuning import Job, price_settings
 
         facts = self.given._facts.base
         job = Job(facts, self.batch, self.loss, self.weight, cluster, self.ranks)
         rank, size = self.meeting.rank, self.ranks
         mine = [self._settings(one).knobs for one in menu[rank::size]]
-        everyone = self.meeting.every(list(tune(job, self.given.tree, mine)))
+        everyone = self.meeting.gather_values(list(price_settings(job, self.given.tree, mine)))
         found = (everyone[place % size][place // size] for place in range(len(menu)))
         return [replace(tried, given=one) for tried, one in zip(found, menu)]
 
@@ -358,30 +369,30 @@ def _family_key(plan: Plan) -> object:
     return trained, plan.gives_up
 
 
-def _objections(found: Sequence[Tried], memory: int) -> Iterator[str]:
+def _objections(found: Sequence[PricedPlan], memory: int) -> Iterator[str]:
     """Yield what is against settings that were priced."""
-    from schedlang.diagnostics.tables import size
-    from schedlang.passes.autoshard.tune import setting
+    from schedlang.diagnostics.tables import format_bytes
+    from schedlang.passes.autoshard.knob_tuning import format_setting
 
     for one in found:
-        why = f"needs {size(one.peak)} of {size(memory)}"
+        why = f"needs {format_bytes(one.peak)} of {format_bytes(memory)}"
         if one.refusal is not None:
             why = ", ".join((one.refusal.title, *one.refusal.notes[:1]))
-        yield f"{setting(one.given)}: {why}"
+        yield f"{format_setting(one.knobs)}: {why}"
 
 
 # -- the devices -----------------------------------------------------------------------------------
 
 
-def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
+def _cluster(tree: n.File, meeting: Rendezvous) -> Cluster:
     """Return the cluster of the mesh's `on`, else of the present devices, with the smallest
     memory."""
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_of
     from schedlang.runtime import device as devices
 
-    here = devices.own_device()
+    here = devices.local_device()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    name, held = devices.name_of(here).lower(), devices.total_bytes(here)
+    name, held = devices.device_name(here).lower(), devices.total_bytes(here)
     if devices.on_host(here) and held is not None:
         held //= local  # its ranks share the memory
     known = cluster_of(tree)[0]
@@ -389,5 +400,5 @@ def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
     # for unknown devices only proportions matter: a core, its memory, a network
     known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
-    least = min(meeting.every(held or known.memory))
+    least = min(meeting.gather_values(held or known.memory))
     return replace(known, node=local, memory=least)

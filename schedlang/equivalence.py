@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import (
     Label,
     Refusal,
-    at_the_callers_line,
     kind_of,
+    refuse_at_caller,
 )
 from schedlang.diagnostics.source import python_span
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def verify(
     sch: Schedule,
     *args: object,
@@ -53,12 +53,12 @@ def verify(
 
     Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.analyze.taking import check_verified
-    from schedlang.runtime.launch.job import limited
+    from schedlang.passes.analyze.input_checks import check_verify_arguments
+    from schedlang.runtime.launch.rank_job import limit_time
 
-    check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
+    check_verify_arguments(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
     assert batch is not None
-    with limited(timeout):
+    with limit_time(timeout):
         return _verify(sch, batch, loss, weight, seed, dtype, shrink)
 
 
@@ -72,26 +72,26 @@ def _verify(
     reduced: Any,
 ) -> Report:
     from schedlang.passes.prove import prove
-    from schedlang.passes.reduce_model.shrink import lies_on_meta, remarked, shrink
-    from schedlang.passes.verify.asked import steps_of
-    from schedlang.passes.verify.sides import Case
+    from schedlang.passes.reduce_model.shrink import has_meta_parameters, shrink, with_reduction
+    from schedlang.passes.verify.proof_case import Case
+    from schedlang.passes.verify.requirements import steps_of
 
     plan, small, meant = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
     model = plan.model.model
-    if reduced or (reduced is None and lies_on_meta(model)):
+    if reduced or (reduced is None and has_meta_parameters(model)):
         make = reduced if callable(reduced) else None
         small = shrink(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
-        meant = small.whole, batches[0]
+        meant = small.full_plan, batches[0]
         plan, batches = small.plan, small.batches
-    elif lies_on_meta(model):
+    elif has_meta_parameters(model):
         title = "the model has no values: it is on the meta device"
         raise Refusal.of("S623", title, helps=("verify a reduced one: `shrink=True`",))
-    case = Case(plan, batches, loss, weight, seed, dtype, meant=meant)
-    return remarked(prove(case, title=type(model).__name__), small)
+    case = Case(plan, batches, loss, weight, seed, dtype, expected_for=meant)
+    return with_reduction(prove(case, title=type(model).__name__), small)
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def assert_equivalent(sch: Schedule, **options: Any) -> None:
     """Raise AssertionError with the report unless `verify(sch, **options)` finds all equal."""
     report = verify(sch, **options)
@@ -99,7 +99,7 @@ def assert_equivalent(sch: Schedule, **options: Any) -> None:
         raise AssertionError(f"the schedule differs from its model\n{report}")
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def verify_program(
     program: Callable[..., Any] | str | Path,
     *,
@@ -128,9 +128,9 @@ def verify_program(
       pool     ranks that are already started, if nothing is in a file
     Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.runtime.launch.job import limited
+    from schedlang.runtime.launch.rank_job import limit_time
 
-    with limited(timeout):
+    with limit_time(timeout):
         return _verify_program(
             program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype
         )
@@ -139,8 +139,8 @@ def verify_program(
 def _verify_program(
     program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, pool: Any, **options: Any
 ) -> Report:
-    from schedlang.passes.judge.judge import judge, posed
-    from schedlang.passes.verify.asked import STEPS
+    from schedlang.passes.judge.judge import judge, load_task
+    from schedlang.passes.verify.requirements import STEPS
 
     in_file, named = isinstance(program, (str, Path)), isinstance(model, (str, Path))
     if not in_file and (model is None or (batch is None and not named)):
@@ -152,7 +152,7 @@ def _verify_program(
     if model is not None and not named:
         options["original"] = model
     given = Path(program) if in_file else program
-    one = posed(given, str(model) if named else None, ranks, **options)
+    one = load_task(given, str(model) if named else None, ranks, **options)
     if pool is not None and not one.files:
         return judge(one.task, pool=pool, title=one.title)
     with one.pool() as own:

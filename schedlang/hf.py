@@ -16,7 +16,7 @@ from typing import Any
 
 import schedlang
 from schedlang.trainer import Trainer as Loop
-from schedlang.trainer import refused
+from schedlang.trainer import refusal_of
 
 # settings that a schedule has rows for, or that this loop does not support
 _UNSUPPORTED = ("fp16", "bf16", "fsdp", "deepspeed", "label_smoothing_factor", "torch_compile")
@@ -59,12 +59,12 @@ class _Scheduled:
         args, owner = self.args, _LossLogger(self)
         odd = [name for name in _UNSUPPORTED if getattr(args, name, None)]
         if odd:
-            raise refused(
+            raise refusal_of(
                 f"`{odd[0]}` is not supported under a schedule", "leave it out: use rows instead"
             )
         folder = Path(args.output_dir, "schedlang") if args.save_strategy == "steps" else None
         if folder is not None and not resume and schedlang.last_checkpoint(folder) is not None:
-            raise refused(
+            raise refusal_of(
                 f"`{folder}` has checkpoints of an earlier run",
                 "go on: `train(resume_from_checkpoint=True)`; or give another `output_dir`",
             )
@@ -101,7 +101,7 @@ class _Scheduled:
         if isinstance(rows, dict) or self.compute_metrics is not None:  # type: ignore[attr-defined]
             what = "several sets" if isinstance(rows, dict) else "`compute_metrics`"
             help_ = '`eval_strategy="no"`, and `evaluate()` after `train`'
-            raise refused(f"{what} cannot be evaluated while a schedule trains", help_)
+            raise refusal_of(f"{what} cannot be evaluated while a schedule trains", help_)
         size = self.args.per_device_eval_batch_size * shares
         return DataLoader(rows, size, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
@@ -157,7 +157,7 @@ class _LossLogger:
 
 
 @cache
-def scheduled(kind: type[Any]) -> type[Any]:
+def make_scheduled_trainer(kind: type[Any]) -> type[Any]:
     """Return a class like `transformers.Trainer`, or derived from it, with the argument
     `schedule`."""
     return type(kind.__name__, (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
@@ -169,4 +169,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `schedlang.hf` has no `{name}`")
     import transformers
 
-    return scheduled(transformers.Trainer)
+    return make_scheduled_trainer(transformers.Trainer)

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from schedlang.ir.copied import deeply_copied
-from schedlang.language.syntax import given, parse
+from schedlang.ir.module_copies import deepcopy_module
+from schedlang.language.syntax import parse, source_of
 from schedlang.passes.elaborate.state import Settings
-from schedlang.runtime.checkpointing.position import generators, put_back
+from schedlang.runtime.checkpointing.data_position import generator_states, restore_generators
 from schedlang.schedule import Schedule
-from schedlang.trainer import refused
+from schedlang.trainer import refusal_of
 
 # Lightning is published under two names, with classes of their own
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -96,7 +96,7 @@ class _Scheduled:
     def __init__(self, schedule: Any, **options: Any) -> None:
         super().__init__()
         for name in sorted(_REFUSED_OPTIONS.keys() & options.keys()):
-            raise refused(
+            raise refusal_of(
                 f"`{name}` is Lightning's to give", f"leave it out: {_REFUSED_OPTIONS[name]}"
             )
         self.schedule, self.options = schedule, options
@@ -132,10 +132,10 @@ class _Scheduled:
             module.to(self.root_device)
             return
         if found := _find_unsupported(trainer, module):
-            raise refused(*found)
+            raise refusal_of(*found)
         self._step = _with_step_as_forward(module, self._logs)
         settings = Settings(world=self.world_size)
-        self.program = Schedule(self._step, parse(given(self.schedule)), settings).build(
+        self.program = Schedule(self._step, parse(source_of(self.schedule)), settings).build(
             optimizer=lambda named: self._optimizer(trainer, module, dict(named)),
             clip=trainer.gradient_clip_val,
             **self.options,
@@ -154,9 +154,9 @@ class _Scheduled:
         """Return the first batch, as `training_step` will get it; the loaders' positions do not
         change."""
         loaders = trainer.train_dataloader
-        now = generators(loaders)
+        now = generator_states(loaders)
         batch = _pytree.tree_map(lambda one: next(iter(one)), loaders)
-        put_back(loaders, now)
+        restore_generators(loaders, now)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch)
 
@@ -173,7 +173,7 @@ class _Scheduled:
             names = sorted(trained, key=lambda name: known[name].dim() < 2)
             own = dict(zip(names, own.values(), strict=False))
         elsewhere = nn.Parameter(torch.empty(0), requires_grad=False)
-        mine = deeply_copied(module, {id(p): own.pop(n, elsewhere) for n, p in known.items()})
+        mine = deepcopy_module(module, {id(p): own.pop(n, elsewhere) for n, p in known.items()})
         for one in mine.modules():
             for name in [name for name, p in one._parameters.items() if p is elsewhere]:
                 del one._parameters[name]
@@ -200,7 +200,7 @@ class _Scheduled:
         for name, was in self._plain_attributes.items():
             now = vars(module).get(name)
             if now is not was and not (type(now) in _PLAIN and now == was):
-                raise refused(
+                raise refusal_of(
                     f"a hook has changed `{name}`, but the program uses the old value",
                     "compute it in `training_step`, from `self.global_step` for example",
                 )
@@ -250,7 +250,7 @@ class _Scheduled:
         now = _versions(self.lightning_module)
         written = [name for name, sign in self._seen_versions.items() if now.get(name) != sign]
         if written:
-            raise refused(
+            raise refusal_of(
                 f"a hook has written into `{written[0]}` between two steps, where it has no values",
                 "write at the end of an epoch or of an evaluation: that is taken over",
             )
@@ -308,7 +308,7 @@ class _Scheduled:
         """
         folder = Path(f"{self._checkpoint_path}{BESIDE}")
         if not folder.is_dir():
-            raise refused(
+            raise refusal_of(
                 f"there is no `{folder}`: this checkpoint has no state of a schedule's program",
                 'begin with its weights: `module.load_state_dict(torch.load(path)["state_dict"])`',
             )
@@ -493,7 +493,7 @@ def _find_unsupported(trainer: Any, module: Any) -> tuple[str, str] | None:
 
 
 @cache
-def scheduled(kind: type[Any]) -> type[Any]:
+def make_schedule_strategy(kind: type[Any]) -> type[Any]:
     """Return a strategy like `DDPStrategy`, or derived from it, with a schedule."""
     return type("ScheduleStrategy", (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
 
@@ -506,4 +506,4 @@ def __getattr__(name: str) -> Any:
     at_hand = [one for one in _PACKAGES if one in sys.modules] or list(_PACKAGES)
     found = next((one for one in at_hand if importlib.util.find_spec(one)), _PACKAGES[0])
     strategies = importlib.import_module(f"{_ROOTS[found]}.strategies")
-    return scheduled(strategies.DDPStrategy)
+    return make_schedule_strategy(strategies.DDPStrategy)

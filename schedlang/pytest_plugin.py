@@ -18,10 +18,10 @@ import pytest
 if TYPE_CHECKING:
     from schedlang.report import Report
     from schedlang.testing.accelerator import Simulation
-    from schedlang.verbs.examine import Outcome, Ranks, Wish
+    from schedlang.verbs.examine import Outcome, ProofTerms, RankPool
 
 LEVELS = ("static", "step3")
-RANKS = pytest.StashKey["Ranks"]()
+RANKS = pytest.StashKey["RankPool"]()
 
 
 @pytest.fixture
@@ -140,11 +140,11 @@ class SchedFile(pytest.File):
             at = line if question in (examine.STATIC, examine.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
-    def _make_wish(self) -> Wish:
-        from schedlang.verbs.examine import Wish
+    def _make_wish(self) -> ProofTerms:
+        from schedlang.verbs.examine import ProofTerms
 
         option = self.config.getoption
-        return Wish(
+        return ProofTerms(
             model=self._model(),
             mesh=self._ini_value("schedlang_mesh") or None,
             seed=option("schedlang_seed"),
@@ -181,7 +181,7 @@ class SchedFile(pytest.File):
 class SchedItem(pytest.Item):
     """One examination of one schedule."""
 
-    def __init__(self, *, wish: Wish, line: int, **given: Any) -> None:
+    def __init__(self, *, wish: ProofTerms, line: int, **given: Any) -> None:
         super().__init__(**given)
         self.wish, self.line = wish, line
         self.outcome: Outcome | None = None
@@ -189,7 +189,7 @@ class SchedItem(pytest.Item):
     def setup(self) -> None:
         """Run the examination. An unchecked outcome is an error of the setup: neither passed nor
         failed."""
-        from schedlang.verbs.ending import UNCHECKED
+        from schedlang.verbs.exits import UNCHECKED
 
         self.outcome = self._examine()
         self.user_properties += self.outcome.facts
@@ -236,13 +236,13 @@ def _relative_path(path: Path) -> str:
 
 
 @contextmanager
-def _session_ranks(config: pytest.Config) -> Iterator[Ranks]:
+def _session_ranks(config: pytest.Config) -> Iterator[RankPool]:
     """Return the ranks of this session; workers of pytest-xdist take turns, and end their ranks."""
-    from schedlang.verbs.examine import Ranks
+    from schedlang.verbs.examine import RankPool
 
     ranks = config.stash.get(RANKS, None)
     if ranks is None:
-        ranks = config.stash[RANKS] = Ranks()
+        ranks = config.stash[RANKS] = RankPool()
         config.add_cleanup(ranks.close)
     if not hasattr(config, "workerinput"):
         yield ranks
@@ -254,7 +254,7 @@ def _session_ranks(config: pytest.Config) -> Iterator[Ranks]:
         fcntl.flock(turn, fcntl.LOCK_EX)
         yield ranks
     finally:
-        ranks.rest()
+        ranks.end_ranks()
         os.close(turn)
 
 

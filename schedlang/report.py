@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from schedlang.diagnostics.tables import GAP, wrapped
+from schedlang.diagnostics.tables import GAP, wrap_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -29,7 +29,7 @@ EQUAL = {"exact": "bit by bit", "algebraic": "up to floating-point rounding"}
 WORDS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
 
 
-def lines(
+def report_lines(
     report: Report, width: int = WIDTH, *, verbose: bool = False, more: str = "--verbose"
 ) -> Iterator[Line]:
     """Yield all lines of a report; `verbose` adds what each unexercised condition could hide.
@@ -39,7 +39,7 @@ def lines(
     if report.title:
         yield "bold", report.title
     for text in _facts(report.facts):
-        yield from (("", line) for line in wrapped(text, width, "  "))
+        yield from (("", line) for line in wrap_text(text, width, "  "))
     yield "", ""
     yield from _table(report, width)
     yield "", ""
@@ -49,19 +49,19 @@ def lines(
         yield styles[bound.holds], f" expected           {bound}"
         yield from ((styles[bound.holds], f"   {text}") for text in bound.why)
     for what in report.unchecked:
-        yield from (("yellow", line) for line in wrapped(f"not checked: {what}", width, " "))
-    yield "bold green" if report.ok else "bold red", f" {verdict(report)}"
+        yield from (("yellow", line) for line in wrap_text(f"not checked: {what}", width, " "))
+    yield "bold green" if report.ok else "bold red", f" {verdict_text(report)}"
     yield from (("yellow", text) for text in _unexercised(report, width, "" if verbose else more))
 
 
-def verdict(report: Report) -> str:
+def verdict_text(report: Report) -> str:
     """PASS in 3.2 s · equal up to floating-point rounding"""
-    how = equal(report.equivalence)
+    how = describe_equivalence(report.equivalence)
     word = "equal" if report.ok else "compared"
     return f"{WORDS[report.exit_code]} in {report.seconds:.1f} s · {word} {how}"
 
 
-def equal(equivalence: str) -> str:
+def describe_equivalence(equivalence: str) -> str:
     """Describe how far the two sides may differ; names of relaxed rules come last."""
     kind, _, names = equivalence.partition(" ")
     if names:
@@ -99,7 +99,7 @@ def _table(report: Report, width: int) -> Iterator[Line]:
             beside, below = "", f"{beside}   {below}".strip()
         yield style, _row((cells[0], beside, *cells[2:]), widths)
         if below:
-            yield from ((style, line) for line in wrapped(below, width, "     "))
+            yield from ((style, line) for line in wrap_text(below, width, "     "))
 
 
 def _cells(one: Summary) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Bound:
+class CostExpectation:
     """An expectation about the plan's costs; `holds` is None if it cannot be decided.
 
     `found` is the figure in words, `why` its components and what would lower it. An expectation
@@ -210,7 +210,7 @@ class Report:
     seconds: float = 0.0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
     localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: (head, text)
-    bounds: tuple[Bound, ...] = ()  # what the schedule expects of its costs
+    bounds: tuple[CostExpectation, ...] = ()  # what the schedule expects of its costs
 
     @property
     def ok(self) -> bool:
@@ -272,7 +272,7 @@ class Report:
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
         """Return the table and the verdict; `verbose` adds what was not exercised, line by line."""
-        all_lines = lines(self, width, verbose=verbose, more="report.gaps")
+        all_lines = report_lines(self, width, verbose=verbose, more="report.gaps")
         return "\n".join(text for _, text in all_lines).rstrip()
 
     def __str__(self) -> str:
@@ -282,16 +282,18 @@ class Report:
 
         of = f" of {self.title}" if self.title else ""
         failed = f", first: {self.first.place}" if self.first is not None else ""
-        return f"<Report{of}: {verdict(self)}, {len(self.rows)} comparisons{failed}>"
+        return f"<Report{of}: {verdict_text(self)}, {len(self.rows)} comparisons{failed}>"
 
     def _repr_html_(self) -> str:
         """The table with its errors on a scale, for notebooks."""
-        return fragment(self)
+        return html_fragment(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        yield from (Text(text, style=style) for style, text in lines(self, options.max_width))
+        yield from (
+            Text(text, style=style) for style, text in report_lines(self, options.max_width)
+        )
 
 
 def _closeness(row: Row) -> float:
@@ -361,7 +363,7 @@ STYLE = (
 )
 
 
-def fragment(report: Report) -> str:
+def html_fragment(report: Report) -> str:
     """Return the report as HTML for another page."""
     parts = [
         *_head_html(report),
@@ -372,7 +374,7 @@ def fragment(report: Report) -> str:
     return f'<div class="eq"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
-def page(report: Report) -> str:
+def html_page(report: Report) -> str:
     """Return the report as one self-contained HTML page."""
     title = html.escape(report.title or "equivalence")
     style = (
@@ -382,7 +384,7 @@ def page(report: Report) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{style}</style>\n{fragment(report)}\n</html>\n'
+        f'content="light dark"><style>{style}</style>\n{html_fragment(report)}\n</html>\n'
     )
 
 
@@ -390,7 +392,7 @@ def _head_html(report: Report) -> Iterator[str]:
     if report.title:
         yield f"<h1>{html.escape(report.title)}</h1>"
     kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
-    yield f'<p class="verdict {kind}">{html.escape(verdict(report))}</p>'
+    yield f'<p class="verdict {kind}">{html.escape(verdict_text(report))}</p>'
     said = " · ".join(f"{name} {value}".strip() for name, value in report.facts)
     if said:
         yield f'<p class="s">{html.escape(said)}</p>'
@@ -456,6 +458,6 @@ def _notes_html(report: Report) -> Iterator[str]:
         yield f'<p class="s">{html.escape(words)}</p>'
 
 
-def _bound_html(bound: Bound) -> str:
+def _bound_html(bound: CostExpectation) -> str:
     why = "".join(f"<br>{html.escape(text)}" for text in bound.why)
     return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{why}</p>'

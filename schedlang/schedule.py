@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from schedlang.cursor import Caller, Cursor, called, path_of
+from schedlang.cursor import Cursor, PendingCall, parse_selector, record_call
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    at_the_callers_line,
-    at_their_callers_lines,
-    closest,
+    facts_of_unknown,
+    find_closest,
     kind_of,
-    unknown,
+    refuse_at_caller,
+    refuse_methods_at_caller,
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.limits import FORBID, LEAST, PIN
@@ -30,16 +30,22 @@ from schedlang.language import (
     printer,
 )
 from schedlang.language import nodes as n
-from schedlang.language.nodes import folded, without_last
+from schedlang.language.nodes import drop_last_row, fold_rows
 from schedlang.language.selector import Selector
-from schedlang.language.syntax import given, parse, parse_expr, parse_path
+from schedlang.language.syntax import parse, parse_expr, parse_path, source_of
 from schedlang.passes.elaborate.expand import Expander, expand, open_step
 from schedlang.passes.elaborate.lint import lint
-from schedlang.passes.elaborate.rows import comes_to
-from schedlang.passes.elaborate.state import Settings, State, current, job_size, start
+from schedlang.passes.elaborate.rows import expands_to
+from schedlang.passes.elaborate.state import (
+    Settings,
+    State,
+    current_selector,
+    initial_state,
+    job_size,
+)
 from schedlang.viz import picture  # noqa: F401  (a plan is printed by it)
 from schedlang.viz.diff import Difference, compare
-from schedlang.viz.why import why
+from schedlang.viz.why import explain_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,11 +53,11 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.planner.search import Found
+    from schedlang.passes.planner.search import SearchResult
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.report import Report
     from schedlang.runtime.program import Program
-    from schedlang.runtime.waiting import Waiting
+    from schedlang.runtime.unbuilt_program import UnbuiltProgram
 
 
 def _build_program(
@@ -59,46 +65,46 @@ def _build_program(
 ) -> Program:
     """Build the program of a plan, after all checks that take about a second."""
     from schedlang.passes.lower.build import build
-    from schedlang.passes.simulate.expected import demand
-    from schedlang.passes.simulate.gains import gained
-    from schedlang.passes.simulate.played_step import repeated
+    from schedlang.passes.simulate.expectations import require_costs
+    from schedlang.passes.simulate.kernel_gains import count_step_gains
+    from schedlang.passes.simulate.one_rank_step import repeat_sample
     from schedlang.passes.static_checks.static import check_sums
-    from schedlang.passes.verify.probe import cheaply
-    from schedlang.runtime.kept_outside import as_before
-    from schedlang.runtime.left import telling
+    from schedlang.passes.verify.probe import check_if_cheap
+    from schedlang.runtime.declined_calls import warn_declined
+    from schedlang.runtime.global_state import restore_loss_state
 
     loss, weight = options["loss"], options["weight"]
-    whole = repeated(batch, plan.shares) if local else batch
+    whole = repeat_sample(batch, plan.shares) if local else batch
 
     def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
         check_sums(plan, batch, found, loss=loss, local=local)
         if not local:  # one rank's rows are not the full batch to compare with
-            cheaply(plan, batch, found, loss=loss, weight=weight)
+            check_if_cheap(plan, batch, found, loss=loss, weight=weight)
 
-    with as_before(loss):  # its counters and random draws start with the first step
-        demand(plan, whole, loss, weight)
-        gained(plan, whole)
+    with restore_loss_state(loss):  # its counters and random draws start with the first step
+        require_costs(plan, whole, loss, weight)
+        count_step_gains(plan, whole)
         program = build(plan, batch, local=local, check=check, **options)
-    return telling(program)
+    return warn_declined(program)
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
     """Return an empty schedule for a model, or the one of a file. The model is read, never
     changed."""
     return load(file, model) if file is not None else Schedule(model)
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
     """Return the schedule of a file for a model, with these knobs. Refuses every mistake in it.
 
     A text of several lines is the schedule itself, not the path of its file.
     """
-    return Schedule(model, parse(given(path)), Settings(knobs=knobs, world=job_size()))
+    return Schedule(model, parse(source_of(path)), Settings(knobs=knobs, world=job_size()))
 
 
-@at_their_callers_lines
+@refuse_methods_at_caller
 class Scope:
     """Some modules of the model, to which rows are applied."""
 
@@ -107,16 +113,16 @@ class Scope:
 
     def __getitem__(self, path: str) -> Cursor:
         """Return the modules that `path` names, relative to this scope."""
-        return Cursor(self._schedule, self._roots, path_of(path))
+        return Cursor(self._schedule, self._roots, parse_selector(path))
 
-    def __getattr__(self, name: str) -> Caller:
+    def __getattr__(self, name: str) -> PendingCall:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Caller(self._schedule, self._roots, None, name)
+        return PendingCall(self._schedule, self._roots, None, name)
 
     def row(self, verb: str, *args: object, **named: object) -> None:
         """Add the row of a verb by its name: `sch.row("verify", "forward")`."""
-        called(Caller(self._schedule, self._roots, None, verb), args, named)
+        record_call(PendingCall(self._schedule, self._roots, None, verb), args, named)
 
     def __repr__(self) -> str:
         return f"<{len(self._roots)} modules of {self._schedule._facts.class_name}>"
@@ -145,7 +151,7 @@ class Scope:
             yield Scope(self._schedule, roots)
 
 
-@at_their_callers_lines
+@refuse_methods_at_caller
 class Schedule(Scope):
     """A model and what to do with it.
 
@@ -169,7 +175,7 @@ class Schedule(Scope):
         self._settings = settings or Settings(world=job_size())
         header = lift.header(type(model).__name__)
         self._file = file or n.File(header, (), span=Span(Source("", ""), 1, 1, 1, 1))
-        empty = start(self._facts, self._settings)
+        empty = initial_state(self._facts, self._settings)
         self._state: State = expand(file, self._facts, self._settings) if file else empty
         self._stack: list[list[Any]] = [list(self._file.items)]
         self._undone: list[list[Any]] = []
@@ -178,9 +184,9 @@ class Schedule(Scope):
     # ---- the plan -----------------------------------------------------------------------
 
     @property
-    def model(self) -> lift.Facts:
+    def model(self) -> lift.RecordedFacts:
         """Facts of the model: `sch.model.config.n_head` is a value that remembers its path."""
-        return lift.Facts(("model",), self._facts.model, lambda: self._state.names)
+        return lift.RecordedFacts(("model",), self._facts.model, lambda: self._state.names)
 
     def plan(self) -> Plan:
         """Return the plan, an immutable value; printed as `schedlang plan` prints it."""
@@ -230,14 +236,16 @@ class Schedule(Scope):
         fold   equal rows for `h.0` to `h.11` become one, where the plan stays the same
         """
         known, items = (self.plan(), self._facts, self._settings), self._stack[0]
-        made = folded(items, lambda new: comes_to(self._file_of(new), *known)) if fold else items
+        made = (
+            fold_rows(items, lambda new: expands_to(self._file_of(new), *known)) if fold else items
+        )
         return printer.to_text(self._file_of(made))
 
     def to_json(self) -> dict[str, object]:
         """Return decisions and actions as plain values."""
-        from schedlang.passes.elaborate.record import record
+        from schedlang.passes.elaborate.plan_record import plan_to_record
 
-        return record(self.plan())
+        return plan_to_record(self.plan())
 
     def _repr_html_(self) -> str:
         """Return the plan as a picture for notebooks: placements on the model's tree, and
@@ -250,7 +258,7 @@ class Schedule(Scope):
 
     def why(self, fqn: str) -> str:
         """Describe the rows that act on a module or a parameter, and where they are written."""
-        return why(self.plan(), self.tree, str(fqn))
+        return explain_rows(self.plan(), self.tree, str(fqn))
 
     def diff(self, other: Schedule | Plan) -> Difference:
         """Return the differences to another schedule or plan, action by action; refuse S618
@@ -277,7 +285,7 @@ class Schedule(Scope):
         weights: str | os.PathLike[str] | None = None,
         ranks: Sequence[int] | None = None,
         **unknown: object,
-    ) -> Program | Waiting:
+    ) -> Program | UnbuiltProgram:
         """Return this rank's program, in the running job (torchrun's) or a world of one.
 
         batch      keyword arguments of the model for one whole step; only shapes count.  Without
@@ -303,10 +311,10 @@ class Schedule(Scope):
         sum as the loss) is refused as by `verify`, if that is found within about a second: verify a
         larger model before training.
         """
-        from schedlang.passes.analyze.taking import check_options
-        from schedlang.passes.lower.build import check_job
-        from schedlang.runtime.comm.collectives import on_ranks
-        from schedlang.runtime.waiting import Waiting
+        from schedlang.passes.analyze.input_checks import check_build_arguments
+        from schedlang.passes.lower.build import join_job
+        from schedlang.runtime.comm.collectives import enter_given_ranks
+        from schedlang.runtime.unbuilt_program import UnbuiltProgram
 
         options: dict[str, Any] = dict(
             loss=loss,
@@ -320,12 +328,12 @@ class Schedule(Scope):
             weights=weights,
         )
         plan = self.plan()
-        check_options(args, unknown, {"batch": batch, **options})
-        made = on_ranks(ranks)(partial(_build_program, plan, options))
-        with on_ranks(ranks):
+        check_build_arguments(args, unknown, {"batch": batch, **options})
+        made = enter_given_ranks(ranks)(partial(_build_program, plan, options))
+        with enter_given_ranks(ranks):
             if batch is not None:
                 return made(batch)
-            return Waiting(made, check_job(plan), plan.row_axes)
+            return UnbuiltProgram(made, join_job(plan), plan.row_axes)
 
     def search(
         self,
@@ -341,7 +349,7 @@ class Schedule(Scope):
         forbid: Mapping[str, Any] | None = None,
         least: Mapping[str, int] | None = None,
         planner: str | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """Become the schedule that trains the model fastest, as `schedlang tune` finds it.
 
         batch    keyword arguments of the model; `rows` of a step, by default those of `batch`
@@ -354,10 +362,10 @@ class Schedule(Scope):
         and why. Where nothing fits its `best` is None, and the schedule stays unchanged. Raises
         Refusal S109 for an unknown machine, S106 for an unknown name, and what refuses the model.
         """
-        from schedlang.passes.planner.named import found_of, planner_named
+        from schedlang.passes.planner.paper_planners import find_planner, find_setting
         from schedlang.passes.planner.profile import Profiles
-        from schedlang.passes.planner.tuned import job_of, tuned
-        from schedlang.passes.simulate.nodes import ranks_of
+        from schedlang.passes.planner.tuning import job_of, tune_model
+        from schedlang.passes.simulate.node_cluster import cluster_and_ranks
 
         if len(self._stack) > 1:
             title = "`search` inside an open step or scope"
@@ -366,13 +374,13 @@ class Schedule(Scope):
         for how, by_name in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
             for name, value in (by_name or {}).items():
                 values = value if isinstance(value, tuple | list) else (value,)
-                limits = limits.limited(how, name, tuple(values))
+                limits = limits.with_limit(how, name, tuple(values))
         if planner is not None:
-            planner_named(planner)
-        cluster, count = ranks_of(on, ranks)
+            find_planner(planner)
+        cluster, count = cluster_and_ranks(on, ranks)
         profiles = Profiles(self._facts, batch, loss, weight, dtype)
         job = job_of(profiles, cluster, count, rows, [limits])
-        made = tuned(profiles, job, partial(found_of, limits=limits, planner=planner))
+        made = tune_model(profiles, job, partial(find_setting, limits=limits, planner=planner))
         if made.written is not None:
             self._replay(made.written.file.items, replace(self._settings, knobs={}))
             self._undone.clear()
@@ -386,7 +394,7 @@ class Schedule(Scope):
         default: object,
         choices: Sequence[object] | None = None,
         range: tuple[object, object] | None = None,
-    ) -> lift.Remembered:
+    ) -> lift.RecordedValue:
         """Declare a parameter of the schedule with its domain; return a value that remembers its
         name."""
         span = python_span()
@@ -398,7 +406,7 @@ class Schedule(Scope):
             domain = n.Interval(*(lift.lift(end, span) for end in range), span=span)
         kind = kinds.get(type(default), "choice")
         self._declare(n.Knob(name, kind, lift.lift(default, span), domain, span=span))
-        return lift.Remembered(n.Name((name,)), lambda: self._state.names)
+        return lift.RecordedValue(n.Name((name,)), lambda: self._state.names)
 
     def mesh(self, on: str | None = None, *more: object, **axes: object) -> None:
         """Declare named axes, slowest first; the size "_" is the rest of the ranks."""
@@ -416,7 +424,7 @@ class Schedule(Scope):
             n.View(name, size_node, (of,) if isinstance(of, str) else tuple(of), span=span)
         )
 
-    def require(self, test: lift.Remembered | str | bool) -> None:
+    def require(self, test: lift.RecordedValue | str | bool) -> None:
         """Declare a condition on knobs, mesh and model; a plain bool is checked and not
         recorded."""
         span = python_span()
@@ -430,7 +438,7 @@ class Schedule(Scope):
     def pattern(self, text: str) -> None:
         """Declare a named subgraph: `sch.pattern("bias_gelu(x, b) { gelu(x + b) }")`."""
         span = python_span()
-        self._declare(n.placed(patterns.node_of(text), span))
+        self._declare(n.with_spans(patterns.parse_declaration(text), span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
         """Use a library's definitions or a base's steps, relative to the working directory."""
@@ -445,17 +453,17 @@ class Schedule(Scope):
 
     def set(self, **knobs: object) -> None:
         """Set knobs and plan everything again; refused settings change nothing."""
-        values = {k: v.value if isinstance(v, lift.Remembered) else v for k, v in knobs.items()}
+        values = {k: v.value if isinstance(v, lift.RecordedValue) else v for k, v in knobs.items()}
         for name in values:
             if name not in self._state.knobs:
                 near, every = (
-                    closest(name, self._state.knobs),
+                    find_closest(name, self._state.knobs),
                     map("`{}`".format, self._state.knobs),
                 )
                 known = f"its knobs are {', '.join(every)}" if self._state.knobs else "it has none"
                 helps = (f"did you mean `{near}`?" if near else known,)
                 title = f"the schedule has no knob `{name}`"
-                facts, label = unknown(name, self._state.knobs), Label(python_span())
+                facts, label = facts_of_unknown(name, self._state.knobs), Label(python_span())
                 raise Refusal.of("S106", title, label, helps=helps, facts=facts)
         merged = {**self._settings.knobs, **values}
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
@@ -495,7 +503,7 @@ class Schedule(Scope):
                 rows = any(isinstance(x, (n.Step, n.Override, *get_args(n.Stmt))) for x in items)
                 if not items or count and not rows:
                     break
-                items = without_last(items)
+                items = drop_last_row(items)
             self._undo_to(items)
             return
         if not isinstance(to, str):
@@ -504,10 +512,10 @@ class Schedule(Scope):
             raise Refusal.of("S113", title, Label(python_span()), helps=(help_,))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
-            near = closest(to, steps)
+            near = find_closest(to, steps)
             helps = (f"did you mean `{near}`?",) if near else ()
             title = f"there is no step `{to}`"
-            facts, label = unknown(to, steps), Label(python_span())
+            facts, label = facts_of_unknown(to, steps), Label(python_span())
             raise Refusal.of("S113", title, label, helps=helps, facts=facts)
         place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
         self._undo_to(items[:place])
@@ -530,10 +538,12 @@ class Schedule(Scope):
     # ---- recording ------------------------------------------------------------------------
 
     def _select(self, path: n.Path, roots: Sequence[str]) -> tuple[str, ...]:
-        return current(self._selector, self._state).select(path, roots, self._state.names)
+        return current_selector(self._selector, self._state).select(path, roots, self._state.names)
 
     def _scope(self, node: n.At, roots: Sequence[str]) -> tuple[str, ...]:
-        return current(self._selector, self._state).scope(node, roots, self._state.names)
+        return current_selector(self._selector, self._state).select_scope(
+            node, roots, self._state.names
+        )
 
     def _run(self, action: Callable[[Expander], None], span: Span) -> None:
         """Execute on the state; a refusal leaves the state unchanged and gets a place."""
@@ -551,12 +561,14 @@ class Schedule(Scope):
             title = f"`{word}` must stand outside of steps and blocks"
             helps = ("call it above the first `with sch.step(...)`",)
             raise Refusal.of("S113", title, Label(span), helps=helps)
-        self._run(lambda runner: runner.item(node), span)
+        self._run(lambda runner: runner.execute_item(node), span)
         self._stack[-1].append(node)
 
     def _record_call(self, roots: Sequence[str], path: n.Path | None, call: n.Call) -> None:
         node = lift.row((path,) if path is not None else (), call)
-        self._run(lambda runner: runner.statement(node, roots, self._state.names), call.span)
+        self._run(
+            lambda runner: runner.execute_statement(node, roots, self._state.names), call.span
+        )
         self._stack[-1].append(node)
 
     @contextmanager

@@ -21,30 +21,30 @@ from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    at_their_callers_lines,
-    guess,
     kind_of,
+    refuse_methods_at_caller,
+    suggest_name,
 )
 from schedlang.diagnostics.source import python_span
-from schedlang.language.syntax import given, parse
+from schedlang.language.syntax import parse, source_of
 from schedlang.passes.elaborate.state import Settings, job_size
-from schedlang.runtime.launch.heart import inside
+from schedlang.runtime.launch.hang_watch import waits_for_ranks
 from schedlang.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.runtime.checkpointing.position import Stream
+    from schedlang.runtime.checkpointing.data_position import BatchStream
     from schedlang.runtime.program import Program
 
 Batch = Mapping[str, Any]
 Figures = dict[str, float]  # by name; `step` is among them
 ON_SPIKE = ("stop", "skip", "roll back")
-ROLLS = 3  # roll-backs of a run without a checkpoint in between
-MEMORY = 0.9  # decay of the running mean of losses, per log
+MAX_ROLL_BACKS = 3  # roll-backs of a run without a checkpoint in between
+MEAN_DECAY = 0.9  # decay of the running mean of losses, per log
 
 
-@at_their_callers_lines
+@refuse_methods_at_caller
 @dataclass(eq=False)
 class Trainer:
     """A run: a model under a schedule, data, and the length of the run.
@@ -106,13 +106,13 @@ class Trainer:
     meter: Meter = field(default_factory=Meter, init=False)
     _mean: float = field(default=math.nan, init=False)  # running mean of the losses
     _lr: Any = field(default=None, init=False)
-    _stream: Stream = field(init=False)
+    _stream: BatchStream = field(init=False)
     _saved_at: int = field(default=-1, init=False)
     _setting: dict[str, Any] | None = field(default=None, init=False)  # chosen for these ranks
 
     def __post_init__(self) -> None:
         if found := self._find_mistake():
-            raise refused(*found)
+            raise refusal_of(*found)
         self.schedule = self._load_schedule()
         if self.callbacks is None:
             self.callbacks = (Console(),)
@@ -159,21 +159,21 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint with everything that the run needs to continue; all ranks together."""
         assert self.folder is not None
-        with inside():
+        with waits_for_ranks():
             self.program.save(self.folder, self.keep, wait=self.wait, beside=self._state())
         self._saved_at = self.program.step
         self._notify("on_save")
 
     def evaluate(self) -> Figures:
         """Return the mean loss of the evaluation's batches, weighted; all ranks together."""
-        from schedlang.runtime.batch import moved
+        from schedlang.runtime.batch import batch_to_device
 
         total = weights = 0.0
         a = self.program.assembly
         for batch in self.evaluation or ():
             output = self.program.eval_step(batch)
             if self.loss is not None:
-                loss = self.loss(output, moved(batch, a.ranks.device))
+                loss = self.loss(output, batch_to_device(batch, a.ranks.device))
             else:
                 loss = output["loss"] if isinstance(output, Mapping) else output.loss
             weight = float(a.weight(batch))
@@ -190,40 +190,40 @@ class Trainer:
         the program exists.
         """
         from schedlang.runtime.checkpointing import archive
-        from schedlang.runtime.checkpointing.position import (
-            Ended,
-            Stream,
+        from schedlang.runtime.checkpointing.data_position import (
+            BatchStream,
+            DataEnded,
             check_parts,
-            check_same,
-            generators,
-            put_back,
-            scheduled_on,
+            check_schedule,
+            generator_states,
+            restore_generators,
+            restore_scheduler,
         )
         from schedlang.runtime.comm import world
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
-        self._stream = Stream(self.data)
+        met = elastic.Rendezvous(self.build) if self.elastic else elastic.JoinedJob(sch)
+        self._stream = BatchStream(self.data)
         last = saved_state = None
         if self.folder is not None:
-            last = met.first(schedlang.last_checkpoint(self.folder))
+            last = met.from_first_rank(schedlang.last_checkpoint(self.folder))
         if last is not None:
-            saved_state = archive.beside(last, world.rank()) or archive.beside(last)
+            saved_state = archive.read_beside(last, world.rank()) or archive.read_beside(last)
             if not self.accept:
-                check_same(saved_state, sch.to_sched(), last)
+                check_schedule(saved_state, sch.to_sched(), last)
             if saved_state is not None:
                 check_parts(saved_state, self._data_parts(), last)
         try:
             if saved_state is not None:
-                self._stream.go_to(saved_state["place"])
-            first = self._stream.look()
-        except Ended:
+                self._stream.restore(saved_state["place"])
+            first = self._stream.peek()
+        except DataEnded:
             raise self._refuse_ended(0) from None
-        now = generators(self.data)
+        now = generator_states(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        self.schedule, self._setting, drawing = met.fitted(self, sch, first, saved_state)
-        with inside():
+        self.schedule, self._setting, drawing = met.fit_schedule(self, sch, first, saved_state)
+        with waits_for_ranks():
             built: Any = self.schedule.build(batch=None if self.local else first, **drawing | given)
             self.program = built
             if self.local:
@@ -236,12 +236,12 @@ class Trainer:
                 self._saved_at = self.program.step
         if saved_state is not None:
             self._mean = saved_state["mean"]
-            scheduled_on(self._lr, saved_state["scheduler"])
-        put_back(self.data, now)
+            restore_scheduler(self._lr, saved_state["scheduler"])
+        restore_generators(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly
             if a.pipeline.timeline.stale or a.compressor is not None:
-                raise refused(
+                raise refusal_of(
                     "updates cannot be skipped: rows have already changed state of later steps",
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
                 )
@@ -254,7 +254,7 @@ class Trainer:
 
         # without a job: one rank; an elastic run sets its size when all ranks have arrived
         size = None if self.elastic else job_size() or world.size()
-        return Schedule(self.model, parse(given(self.schedule)), Settings(world=size))
+        return Schedule(self.model, parse(source_of(self.schedule)), Settings(world=size))
 
     def _data_parts(self) -> int:
         """Return the number of parts that the data are read in; 1 where every rank has full
@@ -263,7 +263,7 @@ class Trainer:
         return self.schedule.plan().shares if self.local else 1
 
     def _state(self) -> dict[str, Any]:
-        from schedlang.runtime.checkpointing.position import versions
+        from schedlang.runtime.checkpointing.data_position import library_versions
 
         assert isinstance(self.schedule, Schedule)
         return {
@@ -272,18 +272,18 @@ class Trainer:
             "scheduler": None if self._lr is None else self._lr.state_dict(),
             "mean": self._mean,
             "schedule": self.schedule.to_sched(),
-            "versions": versions(),
+            "versions": library_versions(),
             "setting": self._setting,
         }
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _next(self) -> Batch:
-        from schedlang.runtime.checkpointing.position import Ended
+        from schedlang.runtime.checkpointing.data_position import DataEnded
 
         try:
             return next(self._stream)
-        except Ended:
+        except DataEnded:
             raise self._refuse_ended(self.program.step) from None
 
     def _next_due(self) -> int:
@@ -326,7 +326,7 @@ class Trainer:
 
     def _update_mean(self, loss: float) -> None:
         known = not math.isnan(self._mean)
-        self._mean = MEMORY * self._mean + (1 - MEMORY) * loss if known else loss
+        self._mean = MEAN_DECAY * self._mean + (1 - MEAN_DECAY) * loss if known else loss
 
     def _may_update(self, loss: Tensor, norm: Tensor | float) -> bool:
         """Return whether a step updates: the same on all ranks, which have the same loss and
@@ -341,16 +341,16 @@ class Trainer:
     def _handle_spike(self, loss: float) -> None:
         """Stop, or go back to the last checkpoint and continue with the following data."""
         from schedlang.runtime.checkpointing import archive
-        from schedlang.runtime.checkpointing.position import scheduled_on
+        from schedlang.runtime.checkpointing.data_position import restore_scheduler
 
         step = self.program.step
         title = f"the loss of step {step} is {loss:g}"
         notes = () if math.isnan(self._mean) else (f"the losses before were about {self._mean:g}",)
-        if self.on_spike == "roll back" and self.rolled_back < ROLLS:
+        if self.on_spike == "roll back" and self.rolled_back < MAX_ROLL_BACKS:
             self.rolled_back += 1
             assert self.folder is not None
             self.program.load(self.folder)
-            scheduled_on(self._lr, (archive.beside(self.folder) or {}).get("scheduler"))
+            restore_scheduler(self._lr, (archive.read_beside(self.folder) or {}).get("scheduler"))
             self.meter.begin(self.program.step)
             self._notify("on_log", {"step": self.program.step, "rolled back from": step})
             return
@@ -359,7 +359,9 @@ class Trainer:
             'or go back to the last checkpoint: `folder=..., on_spike="roll back"`',
         )
         if self.on_spike == "roll back":
-            helps = (f"it came back {ROLLS} times: look at the data, or at the learning rate",)
+            helps = (
+                f"it came back {MAX_ROLL_BACKS} times: look at the data, or at the learning rate",
+            )
         raise Refusal(Diagnostic("S694", title, notes=notes, helps=helps))
 
     # -- callbacks and messages ------------------------------------------------------------------
@@ -396,7 +398,9 @@ class Trainer:
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 return f"`{name}` is {getattr(self, name)!r}", f"give {least} or more steps"
         if self.on_spike not in ON_SPIKE:
-            return f"no `on_spike={self.on_spike!r}`", guess(str(self.on_spike), ON_SPIKE, "it is")
+            return f"no `on_spike={self.on_spike!r}`", suggest_name(
+                str(self.on_spike), ON_SPIKE, "it is"
+            )
         if self.elastic and self.local:
             return "an elastic run needs full batches, equal on all ranks", (
                 "leave out `local`: with another number of ranks, a rank has other rows"
@@ -406,6 +410,6 @@ class Trainer:
         return None
 
 
-def refused(title: str, help_: str) -> Refusal:
+def refusal_of(title: str, help_: str) -> Refusal:
     """Return the refusal (S691) of something that a training loop cannot do, at the user's line."""
     return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.table import Op, Timeline, timeline
+from schedlang.passes.partition import stage_assignment as cuts
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.table import Op, Timeline, timeline_from_rows
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.graph import Cut, cut
-from schedlang.runtime.tracing.meta import meta_model
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import StageSplit, split_graph
+from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
 
 GATE = 1e-9
 
@@ -42,20 +42,20 @@ def cut_evenly(
     trunks: Sequence[str] = (),
     unrolled: Mapping[str, int] | None = None,
     loss: Any = None,
-) -> Cut:
+) -> StageSplit:
     """The model in stages of equally many trunk units, from a record on the meta device."""
     unrolled = unrolled or {}
     names = units_of(model, batch, trunks=trunks, unrolled=unrolled)
-    graph = record(model, names, batch, loss=loss)
-    inside = in_trunk(model, names, trunks, unrolled)
-    units = [cuts.Unit(n, 0, t) for n, t in zip(graph.labels, inside)]
-    return cut(graph, cuts.even(units, stages))
+    graph = record_forward(model, names, batch, loss=loss)
+    inside = is_in_trunk(model, names, trunks, unrolled)
+    units = [cuts.ChainUnit(n, 0, t) for n, t in zip(graph.labels, inside)]
+    return split_graph(graph, cuts.even_stages(units, stages))
 
 
 def on_one_rank(plan: Timeline) -> Timeline:
     """The same rows on one rank, in an order that all dependencies allow."""
     rows = sorted((op for r in range(plan.ranks) for op in plan.rows(r)), key=_turn)
-    return timeline([rows], plan.edges)
+    return timeline_from_rows([rows], plan.edges)
 
 
 def _turn(op: Op) -> tuple[int, int, int]:
@@ -64,14 +64,14 @@ def _turn(op: Op) -> tuple[int, int, int]:
 
 
 def in_stages(
-    model: nn.Module, made: Cut, batches: Sequence[Mapping[str, Any]], loss: Any = None
+    model: nn.Module, made: StageSplit, batches: Sequence[Mapping[str, Any]], loss: Any = None
 ) -> list[Any]:
     """Run every stage of a cut, one microbatch after the other; gradients are in the model."""
-    switch, stub = Switch(model, made.graph.units), Stub(meta_model(model, {}), made)
+    switch, stub = CallSwitch(model, made.graph.units), Stub(meta_model(model, {}), made)
     stages = {
         s: Stage(model, made, s, switch=switch, stub=stub, loss=loss) for s in range(made.stages)
     }
-    plan = on_one_rank(order("GPipe", made.stages, len(batches)))
+    plan = on_one_rank(make_order("GPipe", made.stages, len(batches)))
     try:
         results = Pipeline(stages, plan, dict.fromkeys(stages, 0)).run(batches)
     finally:
@@ -79,7 +79,9 @@ def in_stages(
     return list(results.values())
 
 
-def compared(model: nn.Module, made: Cut, batch: Mapping[str, Any], loss: Any = None) -> Compared:
+def compared(
+    model: nn.Module, made: StageSplit, batch: Mapping[str, Any], loss: Any = None
+) -> Compared:
     """The stages beside the whole: loss, and every gradient, also which parameters have one."""
     with Float64():
         output = model(**batch)

@@ -8,14 +8,17 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from schedlang.doors import ROW, SIDE, WAY
+from schedlang.doors import MAIN_DOORS, ROW_STEPS, SIDE_DOORS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
 
-A schedule goes one way, through a few doors; each gives one immutable value, and the next doors
-read that. `schedlang/doors.py` is the list: open it first.
+Find the code that does something: which function, in which package, and what it reads.
+
+schedlang processes a schedule in one direction, through a few functions: the *doors*. Each door
+returns one immutable value, which the next doors read. `schedlang/doors.py` lists the doors: open
+it first.
 
 <!-- not played: a picture -->
 
@@ -32,64 +35,71 @@ path --read--> Source --parse--> File --expand--> Plan --propagate--> Traced --s
 
 """
 ROOMS = """
-The language (text, names, plans) is read and tested without torch. What runs on ranks (`runtime`,
-`kernels`) knows nothing of schedules. A primitive is one file, and no pass knows it by name: its
-`transform` adds layouts and annotations to the plan (`ir/annotations.py`), each with the number of
-its row. `passes/lower/build.py` executes them by kind, in one fixed order. Some features need more
-of a row, to rewrite a module or to recompute it: each has a class in `ir/features.py`, from which
-the primitive derives. A feature that a plan does not use costs it nothing
-(`python -m tests.walk --list` names the functions that a row meets).
-[How it works](how_it_works.md) follows two rows through the doors, and says how a forward is
-[recorded](how_it_works.md#a-forward-recorded) before there are ranks;
-[contributing](../CONTRIBUTING.md) shows how to add a primitive.
+**Boundaries.** The language (text, names, plans) runs without torch, and so do its tests. The code
+that runs on ranks (`runtime`, `kernels`) does not use schedules.
+
+**Primitives.** A primitive is one file, and no pass refers to it by name. Its `transform` adds
+layouts and annotations to the plan (`ir/annotations.py`), each with the number of its row.
+`passes/lower/build.py` executes them by kind, in one fixed order. Some features need more from a
+row, for example to rewrite a module or to recompute it. Each such feature has a class in
+`ir/features.py`, and the primitive derives from it. A feature that a plan does not use costs
+nothing: `python -m tests.walk --list` lists the functions that run for a row.
+
+[How it works](how_it_works.md) follows two rows through the doors, and explains how a forward is
+[recorded](how_it_works.md#a-forward-recorded) before ranks exist.
+[Contributing](../CONTRIBUTING.md) shows how to add a primitive.
 
 ## Rooms
 
-A file imports only from its own floor and from those below; `runtime` and `passes` have floors of
-their own. import-linter holds the code to them, and `python -m tests.architecture_page` draws these
-tables from the files.
+A *room* is a package or file of `schedlang`. Each room has a *floor*: a file imports only from its
+own floor and from lower floors. `runtime` and `passes` have inner floors. import-linter checks
+this, and `python -m tests.architecture_page` draws these tables from the files.
 
 """
 STATE = """## State that no argument carries
 
-A step also reads state of its thread or process. Each stands where torch calls what asks for it,
-so that no argument reaches it: in backward, under saved-tensor hooks, inside the model's code.
+A step also reads state of its thread or process. No argument can carry this state, because torch
+calls the code that reads it: in backward, in saved-tensor hooks, inside the model's code.
 
-* `scope` (step, microbatch, slice, module), by thread: a model's own calls ask for it, and a
-  recomputation in backward takes it along (`scope.capture`).
-* `modes`, by thread: torch keeps its stack of function modes by thread; a recomputation enters
-  them again. `mixed_precision` imitates torch's autocast, which lies there too.
-* `storage/saved` (policies around a module), by thread: torch has one slot of saved-tensor hooks,
-  and asks the innermost.
-* `rng/native` (calls that draw), by thread, in a value of the program: the model calls dropout.
-* `storage/tiers`, `storage/copies` (where storages lie, streams), by process: a storage outlives
-  the call that has moved it, and streams are a device's.
-* `comm/world` (the job, or the part of it that is at work) and `comm/collectives` (who listens),
-  by process: torch's groups are a process's, and backward sends too.
-* `fusion`, `rowwise_kernels` (regions by name, graphs counted), by process: torch registers
-  operators by name, and shares a compiled graph between modules of one code.
+* `scope` (step, microbatch, slice, module), per thread: calls of the model read it, and a
+  recomputation in backward restores it (`scope.capture`).
+* `modes`, per thread: torch keeps its stack of function modes per thread, and a recomputation
+  enters the modes again. `mixed_precision` imitates torch's autocast, which is also per thread.
+* `storage/saved` (policies around a module), per thread: torch has one slot of saved-tensor hooks,
+  and calls the innermost hooks.
+* `rng/native` (calls that draw random numbers), per thread, in a value of the program: the model
+  calls dropout.
+* `storage/tiers`, `storage/copies` (locations of storages, streams), per process: a storage
+  outlives the call that moved it, and streams belong to a device.
+* `comm/world` (the job, or its active part) and `comm/collectives` (observers), per process:
+  torch's groups belong to a process, and backward sends, too.
+* `fusion`, `rowwise_kernels` (regions by name, number of graphs), per process: torch registers
+  operators by name, and shares a compiled graph between modules with the same code.
 
-What a proof asks of a program (`everything_moves`, `watched`, `noting`) is read where the program
-is built or where numbers are drawn, and by no other step.
+A proof sets options of a program (`everything_moves`, `watched`, `noting`). They are read only
+where the program is built or where random numbers are drawn.
 
 """
 
 TWICE = """## One idea in two places
 
-Probes of kernels share `kernels/probe.py`, those of split sequences
-`sequence_pipelining/trial.py`; what autograd saves has one slot (`storage/saved.py`); every
-time of a step is played by `pipeline/timeline/simulation.py`. Two engines stand for one idea
-where each sees what the other cannot:
+Most ideas have one implementation. All probes of kernels use `kernels/probe.py`. All probes of
+split sequences use `sequence_pipelining/trial.py`. Tensors that autograd saves go through
+`storage/saved.py`, and `pipeline/timeline/simulation.py` computes every time of a step.
 
-* A forward without values: operators and storages are seen below autograd (`tracing/record.py`),
-  dims by name in calls of torch above it (`propagation/trace.py`); `initial/recorded.py` records
-  how a model is made.
-* Which tensors differ by rank: `adjoint.py` proves what `propagation/follow.py` found, and knows
-  none of its layouts.
-* What is sent: modules say whose a collective is (`comm/collectives.py`); `comm/tap.py` plays one
-  rank without the others; `launch/recorded_calls.py` watches ranks of a job that may be stuck.
-* A norm: by hand (`kernels/norm.py`), generated (`rowwise_kernels`), compiled (`fusion`): nobody
-  has measured yet on a GPU which is quicker. `sharding/norms.py` has norms of parts of rows.
+An idea has several implementations only if each one sees what the others cannot see:
+
+* **A forward without values.** `tracing/record.py` sees operators and storages, below autograd.
+  `propagation/trace.py` sees named dims in calls of torch, above autograd. `initial/recorded.py`
+  records how a model is created.
+* **Tensors that differ by rank.** `propagation/follow.py` finds them. `adjoint.py` proves the
+  result without the layouts of `follow.py`.
+* **Communication.** In `comm/collectives.py` modules report whose collective it is. `comm/tap.py`
+  runs one rank without the others. `launch/recorded_calls.py` watches ranks of a job that may be
+  stuck.
+* **Norms.** They are written by hand (`kernels/norm.py`), generated (`rowwise_kernels`) or compiled
+  (`fusion`). Nobody has measured yet on a GPU which is faster. `sharding/norms.py` has norms over
+  sharded rows.
 """
 
 
@@ -133,7 +143,7 @@ def said(room: str) -> str:
 def doors() -> str:
     """The table of doors, in their order."""
     text = "| door | takes | gives | |\n|---|---|---|---|\n"
-    for door in (*WAY, *SIDE):
+    for door in (*MAIN_DOORS, *SIDE_DOORS):
         takes = ", ".join(door.takes)
         text += f"| `{door.module}.{door.name}` | {takes} | `{door.gives}` | {door.about} |\n"
     return text
@@ -141,7 +151,7 @@ def doors() -> str:
 
 def row() -> str:
     """The table of what happens to one row, in its order."""
-    lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW)
+    lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW_STEPS)
     return "\nOne row on this way, `shard(col, over=tp)`:\n\n| | |\n|---|---|\n" + "".join(lines)
 
 

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel.attention import Way, attend, place_of, ranks_of
-from schedlang.runtime.context_parallel.token_layout import Layout, Mask
+from schedlang.runtime.context_parallel.attention import (
+    AttentionOptions,
+    attend,
+    place_of,
+    ranks_of,
+)
+from schedlang.runtime.context_parallel.token_layout import AttentionMask, SequenceLayout
 
 SIZES = {
     "gather": [(1,), (2,), (3,)],
@@ -132,7 +137,7 @@ LEAVES = ("q", "k", "v", "bias", "slopes", "sinks")  # the last ones are alike o
 def rank(case: Case, block: int = 512) -> list[Tensor]:
     """On a rank: the result for its tokens, and the gradient of every leaf that the case has."""
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, ranks_of(groups))
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, ranks_of(groups))
     mine = part(case, layout, place_of(groups))
     leaves = [mine[name].requires_grad_() for name in LEAVES if name in mine]
     out = attended(case, mine, groups, layout, block)
@@ -140,10 +145,14 @@ def rank(case: Case, block: int = 512) -> list[Tensor]:
 
 
 def attended(
-    case: Case, mine: dict[str, Tensor], groups: tuple[Group, ...], layout: Layout, block: int = 512
+    case: Case,
+    mine: dict[str, Tensor],
+    groups: tuple[Group, ...],
+    layout: SequenceLayout,
+    block: int = 512,
 ) -> Tensor:
     """The call itself."""
-    mask = Mask(
+    mask = AttentionMask(
         case.causal,
         case.back,
         case.ahead,
@@ -152,11 +161,11 @@ def attended(
         rows=mine.get("bias", mine.get("dense")),
         **{name: mine.get(name) for name in (*TAGS, "slopes", "sinks")},
     )
-    way = Way(case.method, groups, layout, case.scale, block=block)
+    way = AttentionOptions(case.method, groups, layout, case.scale, block=block)
     return attend(mine["q"], mine["k"], mine["v"], mask, way)
 
 
-def part(case: Case, layout: Layout, place: int) -> dict[str, Tensor]:
+def part(case: Case, layout: SequenceLayout, place: int) -> dict[str, Tensor]:
     """What one place holds of the tensors of a case."""
     dims = dict.fromkeys(TAGS, 1) | dict.fromkeys(("q", "k", "v", "grad", "bias", "dense"), 2)
     return {
@@ -167,11 +176,11 @@ def part(case: Case, layout: Layout, place: int) -> dict[str, Tensor]:
 
 def joined(case: Case, found: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """What ranks found, put together: the tokens of all, or the sum."""
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     names = [name for name in LEAVES if name in whole(case)]
     split = [True, *(name not in ("slopes", "sinks") for name in names)]
     return [
-        layout.whole(parts, 2) if along else torch.stack(list(parts)).sum(0)
+        layout.concatenate(parts, 2) if along else torch.stack(list(parts)).sum(0)
         for parts, along in zip(zip(*found), split, strict=True)
     ]
 

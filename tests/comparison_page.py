@@ -25,11 +25,11 @@ OTHERS = {
 PARTS = {
     "ahead": (
         "Where they are ahead",
-        "Years of use on clusters are in none of these cells, and "
-        "count for more than most of them.",
+        "These cells do not show years of use on clusters, which "
+        "count more than most of the cells.",
     ),
-    "technique": ("Techniques", "What can be asked for, and for which models."),
-    "expected": ("What users expect", "Apart from techniques."),
+    "technique": ("Techniques", "Available techniques, and the models that they apply to."),
+    "expected": ("What users expect", "Properties that are not techniques."),
 }
 UNCHECKED = "not checked"
 
@@ -79,19 +79,18 @@ def docstring(test: str) -> str:
     raise KeyError(test)
 
 
-HEAD = """# Beside others
+HEAD = """# Comparison with other systems
 
-schedlang and five systems with which people train large models. What stands of schedlang is made
-from its tests: each cell is the property that a test states, or the state of an entry of
-[coverage](coverage.md). What stands of others was read where the number at its end says; where
-nothing was read it says *not checked*, which means neither yes nor no.
+Compare schedlang with five systems that train large models. A cell about schedlang states the
+property of a test, or the state of an entry of [coverage](coverage.md). A cell about another system
+ends with the number of its source. *Not checked* means that no source was read: neither yes nor no.
 
-In short: most of them train on clusters of GPUs, and schedlang has not been run on one. What it has
-is that techniques are rows of one file beside a model that nobody rewrites, and that the result is
-compared with the model, on a laptop, before it costs anything. Who has to train a large model today
-takes one of the others.
+In short: most of these systems train on clusters of GPUs, and schedlang has not been run on a GPU.
+In schedlang, techniques are rows of one file beside an unmodified model, and a laptop compares the
+result with the model before training costs money. If you must train a large model today, use one of
+the others.
 
-`python -m tests.comparison_page` makes this page from `docs/comparison.toml`.
+`python -m tests.comparison_page` writes this page from `docs/comparison.toml`.
 """
 
 

@@ -15,8 +15,8 @@ from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.garbage_collection import collect_less_often, without_collector
 from schedlang.runtime.launch.pool import Pool
-from schedlang.uncollected import seldom, uncollected
 from tests import forks
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
@@ -44,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """`-m deep` takes the profile of that name, unless another was asked for."""
-    seldom()  # behind each file of tests, and each job of ranks, all of it is looked for
+    # behind each file of tests, and each job of ranks, all of it is looked for
+    collect_less_often()
     asked = config.getoption("--hypothesis-profile", None)
     if config.option.markexpr == "deep" and not asked:
         settings.load_profile("deep")
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Keep the garbage collector from all that is imported: it would walk it again and again."""
-    with uncollected():
+    with without_collector():
         with contextlib.suppress(Exception):  # what is wrong with a file shows at its import
             _rewrite(session.config)
         result = yield
@@ -133,9 +134,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     try:
         return (yield)
     except Refusal as refusal:
-        from schedlang.runtime.fusion.fuse import unavailable
+        from schedlang.runtime.fusion.fuse import why_unavailable
 
-        missing = unavailable()
+        missing = why_unavailable()
         if missing and {d.code for d in refusal.diagnostics} == {"S831"}:
             pytest.skip(f"inductor cannot compile here: {missing}")
         raise

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
-from schedlang.runtime.offload.saved_tensors import watched
+from schedlang.runtime.offload.offloaded_activations import listen_to_stores
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ class Saved:
 def count(plan: Plan, batch: Mapping[str, Any]) -> Counted:
     """On this rank: the second and third step of a program, counted."""
     counter = Counter()
-    with watched(counter):
+    with listen_to_stores(counter):
         program = build(plan, batch, optimizer=adamw)
     program.train_step(batch)
     assembly, optimizer = program.assembly, program.optimizer

@@ -26,12 +26,13 @@ FAMILIES = {
 }
 HEAD = """# Coverage
 
-What schedlang means to do: every system and technique of the field, as rows of one file. Each line
-has the rows that say it, on a mesh and a model (of `examples/`, Llama where none is named), and a
-test that shows it; what is left is said, and `not yet` where nothing is there. `python -m
-tests.coverage_page` makes the page from `docs/coverage.toml`. The tests plan every schedule on its
-model as it is printed, and look for every test; CI runs them all, but those marked *deep* by name
-only (`pytest -m deep`).
+Look up a system or technique of the field, and find the rows that express it. Each line has these
+rows, on a mesh and a model (of `examples/`; Llama if none is named), and a test. The last column
+says what is missing or different. `not yet` means that nothing exists yet.
+
+The tests plan every schedule on its model as printed, and check that every test exists. CI runs all
+these tests, except those marked *deep*, which run by name (`pytest -m deep`). `python -m
+tests.coverage_page` writes the page from `docs/coverage.toml`.
 
 """
 
@@ -107,7 +108,8 @@ def page() -> str:
     text = HEAD + ", ".join(f"{number} {state}" for state, number in counted.items())
     text += f", of {len(every)}.\n"
     for family, title in FAMILIES.items():
-        text += f"\n## {title}\n\n| | does | schedule | shown by | left |\n|---|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| | does | schedule | test | missing or different |\n"
+        text += "|---|---|---|---|---|\n"
         text += "".join(_line(one) for one in every if one.key[:2] == family)
     return text
 

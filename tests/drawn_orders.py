@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from schedlang.pipeline.timeline.table import Edge, Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Edge, Kind, Op, Timeline, timeline_from_rows
 
 Homes = Sequence[Sequence[int]]  # [replica][stage] -> rank
 
@@ -45,4 +45,4 @@ def drawn(
         left.remove(op)
         done.add(op)
         rows[homes[op.replica][op.stage]].append(op)
-    return timeline(rows, edges)
+    return timeline_from_rows(rows, edges)

@@ -8,29 +8,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.passes.partition import stage_assignment as cuts
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.graph import Cut, cut
-from schedlang.runtime.tracing.meta import meta_model
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import StageSplit, split_graph
+from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
 from tests.models import split, weight
 
 GATE = 1e-12
 
 
-def cut_model(model: nn.Module, batch: Any, stages: int) -> Cut:
+def cut_model(model: nn.Module, batch: Any, stages: int) -> StageSplit:
     """The model cut evenly, from a record on the meta device."""
     names = units_of(model, batch)
-    graph = record(model, names, batch)
-    units = [cuts.Unit(n, 0, t) for n, t in zip(names, in_trunk(model, names))]
-    return cut(graph, cuts.even(units, stages))
+    graph = record_forward(model, names, batch)
+    units = [cuts.ChainUnit(n, 0, t) for n, t in zip(names, is_in_trunk(model, names))]
+    return split_graph(graph, cuts.even_stages(units, stages))
 
 
-def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
+def keep_only(model: nn.Module, made: StageSplit, stages: list[int]) -> None:
     """Put every parameter and buffer that these stages do not hold on the meta device."""
     params = set().union(*(made.parameters(s) for s in stages))
     buffers = set().union(*(made.buffers(s) for s in stages))
@@ -47,10 +47,10 @@ def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
 def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options: Any) -> Pipeline:
     """This rank's part of a pipeline, with nothing but its own stages' tensors."""
     made = cut_model(model, batch, plan.stages)
-    mine = np.flatnonzero((plan.homes == rank).any(0)).tolist()
+    mine = np.flatnonzero((plan.replica_ranks == rank).any(0)).tolist()
     stub = Stub(meta_model(model, {}), made)
     keep_only(model, made, mine)
-    switch = Switch(model, made.graph.units)
+    switch = CallSwitch(model, made.graph.units)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
     return Pipeline(stages, plan, range(plan.ranks), rank, **options)
 
@@ -109,4 +109,4 @@ def split_backward(plan: Timeline) -> Timeline:
             row += late
             late = [op._replace(kind=Kind.W)] if op.kind is Kind.B else []
         rows.append(row + late)
-    return timeline(rows, plan.edges)
+    return timeline_from_rows(rows, plan.edges)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from schedlang.uncollected import uncollected
+from schedlang.garbage_collection import without_collector
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("the language", "primitives", "passes", "runtime", "kernels", "tests")
@@ -31,7 +31,7 @@ class Figures:
 @cache
 def parsed(path: Path) -> ast.Module:
     """A file as syntax: very many objects, which the garbage collector does not look at."""
-    with uncollected():
+    with without_collector():
         found = ast.parse(path.read_text())
     gc.freeze()
     return found

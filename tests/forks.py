@@ -35,20 +35,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from schedlang import primitives
+from schedlang.garbage_collection import collect_less_often
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.pool import Pool
-from schedlang.uncollected import seldom
 
 EXECUTED = Pool._executed  # a server in a new interpreter
 IMPORTED = (
-    *forkserver.wanted(("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove")),
+    *forkserver.modules_to_import(
+        ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove")
+    ),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     *(f"schedlang.verbs.{verb}" for verb in ("check", "plan", "run", "verify")),
     *("typer.main", "rich.console", "schedlang.equivalence", "schedlang.schedule"),
     # what ranks that make a schedule or build a program by themselves would import one by one
     *(f"schedlang.primitives.{info.name}" for info in pkgutil.iter_modules(primitives.__path__)),
     *("schedlang.pipeline.schedules", "schedlang.runtime.initial.sources", "numpy.ma"),
-    *("schedlang.runtime.propagation.dry", "schedlang.runtime.propagation.feeds"),
+    *("schedlang.runtime.propagation.dry_run", "schedlang.runtime.propagation.sources"),
     *("schedlang.runtime.sequence_pipelining.trial", "schedlang.runtime.context_parallel.probe"),
 )
 # variables that no import reads, or that are set anew in the fork
@@ -251,7 +253,7 @@ def serve(plain: Sequence[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
-    seldom()
+    collect_less_often()
     gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
     alive: dict[int, socket.socket] = {}

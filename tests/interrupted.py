@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime import shards
+from schedlang.runtime import weight_export
 from schedlang.runtime.checkpointing import boxes
 from schedlang.runtime.program import Program
-from schedlang.runtime.shards import MARK
 from schedlang.runtime.storage import folder as exchange
+from schedlang.runtime.weight_export import WEIGHTS_FILE
 from tests import forks
 from tests.layouts import Odd, odd_program, points
 
@@ -180,9 +180,9 @@ def killed_at_random(folder: Path, count: int) -> dict[str, int]:
 
 def _exported(place: Path) -> set[float]:
     """All numbers of an export: one, where it is of one state; none where there is no export."""
-    if not (place / MARK).is_file():
+    if not (place / WEIGHTS_FILE).is_file():
         return set()
-    found = load_file(place / MARK).values()
+    found = load_file(place / WEIGHTS_FILE).values()
     return {number for tensor in found for number in tensor.double().unique().tolist()}
 
 
@@ -199,10 +199,13 @@ def _after_export(program: Program, place: Path, at_once: bool, seen: Counter[st
             "whole" if there in ({FIRST}, {FIRST + 1}) else "lost" if not there else "mixture"
         ] += 1
     else:  # the former waits under another name; one that fails puts it back
-        real, shards._write = shards._write, lambda *given: (_ for _ in ()).throw(OSError("no"))
+        real, weight_export._write = (
+            weight_export._write,
+            lambda *given: (_ for _ in ()).throw(OSError("no")),
+        )
         with suppress(Refusal):
             program.export(place, Odd())
-        shards._write = real
+        weight_export._write = real
         seen["put back" if _exported(place) == {FIRST} else "lost"] += 1
     filled(program, FIRST + 2)
     program.export(place, Odd())  # the next one sweeps

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch
+from schedlang.runtime.declined_calls import declined_in
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel_injection.attention import implementation
 from schedlang.runtime.kernel_injection.kernel import match, replace
+from schedlang.runtime.kernel_injection.sdpa_attention import attention_name
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
-from schedlang.runtime.left import left_in
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests import survey as causal
 from tests.zoo_models.others import OTHERS
 
@@ -45,11 +45,11 @@ def results(model: nn.Module, batches: Batches) -> tuple[Results, bool]:
     for index, batch in enumerate(batches):
         model.zero_grad()
         torch.manual_seed(0)
-        with ambient(Float64):
+        with enter_modes(Float64):
             out = model(**batch)
             out.loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        waited &= isinstance(out.logits, LazyLogits) and out.logits.real is None
+        waited &= isinstance(out.logits, LazyLogits) and out.logits.computed is None
         shown = {} if isinstance(out.logits, LazyLogits) else {"logits": out.logits.detach()}
         found |= {
             f"{n} {index}": t for n, t in {"loss": out.loss.detach(), **shown, **grads}.items()
@@ -141,7 +141,7 @@ def placed(
 
 def attends(module: nn.Module) -> bool:
     """An attention that may look up its function by a name."""
-    return implementation(module) is not None and type(module).__name__.endswith("Attention")
+    return attention_name(module) is not None and type(module).__name__.endswith("Attention")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -210,7 +210,7 @@ def _second(model: nn.Module, batches: Batches, fits: Fits) -> dict[str, Any]:
 
 def _left(model: nn.Module) -> dict[str, int]:
     """Modules of which calls were left to them, by kernel and reason."""
-    return {f"{one.kernel}: {one.why}"[:160]: len(one.sites) for one in left_in(model)}
+    return {f"{one.kernel}: {one.reason}"[:160]: len(one.sites) for one in declined_in(model)}
 
 
 def ready(kind: str) -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -238,7 +238,7 @@ def _padded(model: nn.Module, batch: dict[str, Any]) -> Iterator[dict[str, Any]]
     mask[1, -5:] = 0
     labels = batch["labels"].masked_fill(mask == 0, IGNORED)
     given = batch | {"labels": labels, "attention_mask": mask}
-    with suppress(Exception), torch.no_grad(), ambient(Float64):
+    with suppress(Exception), torch.no_grad(), enter_modes(Float64):
         model(**given)
         yield given
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from schedlang.passes.lower.build import build
 from schedlang.runtime.checkpointing import archive, boxes
-from schedlang.runtime.checkpointing.holding import take
+from schedlang.runtime.checkpointing.holdings import shard_of
 from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
@@ -197,7 +197,7 @@ def saved(program: Program, folder: Path) -> None:
     """Save as all ranks would: the others' files are written here, of the model's own values."""
     a = program.assembly
     state = program.state_dict() if a.ranks.mesh.world == 1 else dict(_whole(program))
-    write = boxes.write
+    write = boxes.write_file
     others: list[Any] = []
 
     def all_write(into: Path, id_: str, rank: int, tensors: Any, values: Mapping[Any, Any]) -> Any:
@@ -207,7 +207,7 @@ def saved(program: Program, folder: Path) -> None:
         return write(into, id_, rank, tensors, values)
 
     with (
-        mock.patch.object(archive, "write", all_write),
+        mock.patch.object(archive, "write_file", all_write),
         mock.patch.object(comm, "gather_object", lambda mine: [mine, *others]),
     ):
         program.save(folder)
@@ -218,13 +218,13 @@ def _whole(program: Program) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
-def _of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.Boxed]:
+def _of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.BoxedTensor]:
     """What another rank speaks for."""
     a = program.assembly
     found = []
     for name, holding in a.holdings.items():
-        if holding.primary(a.ranks.mesh, rank):
-            part = take(state[name], holding, a.ranks.mesh, rank)
+        if holding.is_primary(a.ranks.mesh, rank):
+            part = shard_of(state[name], holding, a.ranks.mesh, rank)
             where = holding.part(a.ranks.mesh, rank)
-            found.append(boxes.Boxed(("model", name), part, holding.layout.shape, where))
+            found.append(boxes.BoxedTensor(("model", name), part, holding.layout.shape, where))
     return found

@@ -23,7 +23,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.prove import Case, prove
-from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, find, sized
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, checked_size, find_order
 from schedlang.schedule import Schedule
 from tests.engine import Threads
 from tests.proofs import assert_near, sequential, trained
@@ -56,7 +56,7 @@ def size_of(known: Order) -> Size:
     found = None
     for ranks, micro in SIZES:
         try:
-            found = sized(known, ranks, micro, slices=2 if known.sliced else 1)
+            found = checked_size(known, ranks, micro, slices=2 if known.sliced else 1)
         except OrderError:
             continue
         if not any(_same(known, other, found) for other in ORDERS[: ORDERS.index(known)]):
@@ -67,7 +67,7 @@ def size_of(known: Order) -> Size:
 
 def _same(known: Order, other: Order, size: Size) -> bool:
     try:
-        return other.make(sized(other, size.ranks, size.micro)) == known.make(size)
+        return other.make(checked_size(other, size.ranks, size.micro)) == known.make(size)
     except OrderError:
         return False
 
@@ -200,7 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", help="these orders, the others as recorded")
     asked = parser.parse_args().only
-    orders = ORDERS if asked is None else [find(name) for name in asked]
+    orders = ORDERS if asked is None else [find_order(name) for name in asked]
     cells = {} if asked is None else recorded(PAGE.read_text())
     for known in orders:
         cells |= run([known], lambda words: print(words, file=sys.stderr, flush=True))

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, sized
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.viz.timeline_pictures import bars
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, checked_size
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.viz.timeline_pictures import draw_bars
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
 BEGIN, END = "<!-- orders -->\n", "<!-- end of orders -->\n"
@@ -39,7 +39,7 @@ def size_of(known: Order) -> Size:
     """The first of a few sizes that an order has."""
     for ranks, micro in SIZES:
         try:
-            return sized(known, ranks, micro, slices=2 if known.sliced else 1, cost=COST)
+            return checked_size(known, ranks, micro, slices=2 if known.sliced else 1, cost=COST)
         except OrderError:
             continue
     raise AssertionError(f"{known.name} has none of the sizes {SIZES}")
@@ -49,8 +49,8 @@ def chapter(known: Order) -> str:
     """One order: its source, its rule, its closed forms, and its picture."""
     size = size_of(known)
     made = known.make(size)
-    times = timing(made, COST)
-    top = max(float(x) for x in peak(made, COST))
+    times = simulate_timeline(made, COST)
+    top = max(float(x) for x in peak_activations(made, COST))
     lines = [f"### {known.name}", "", f"{known.source}."]
     if known.aliases:
         lines[-1] += f" Also called {', '.join(f'`{name}`' for name in known.aliases)}."
@@ -64,7 +64,7 @@ def chapter(known: Order) -> str:
         f"{float(times.bubble):.1%} of the makespan, at most {top:.3g} M_B"
     )
     lines += [f"* {', '.join(parts)}, F = I = W: {figures}", ""]
-    return "\n".join([*lines, "```text", bars(times, WIDTH), "```", ""])
+    return "\n".join([*lines, "```text", draw_bars(times, WIDTH), "```", ""])
 
 
 def _facts(known: Order) -> list[str]:

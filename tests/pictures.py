@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order
+from schedlang.pipeline.schedules import make_order
 
 if TYPE_CHECKING:
     from schedlang.report import Report
@@ -32,17 +32,25 @@ def every() -> Drawn:
 
 def timelines() -> Drawn:
     """`simulate --svg` and `--html`, `run --timeline`."""
-    from schedlang.viz.timeline_page import Shown, measured_page, measured_svg, timeline_page
-    from schedlang.viz.timeline_pictures import svg
+    from schedlang.viz.timeline_page import (
+        InitialTimeline,
+        measured_page,
+        measured_svg,
+        timeline_page,
+    )
+    from schedlang.viz.timeline_pictures import draw_timeline
     from tests.pipelines.test_measured import example
 
     for name, ranks, micro, chunks in ORDERS:
-        made = order(name, ranks, micro, chunks)
-        yield f"timeline_{name}.svg", svg(made, transfers=name == "1F1B")
-    first = Shown("1F1B", order("1F1B", 4, 8))
+        made = make_order(name, ranks, micro, chunks)
+        yield f"timeline_{name}.svg", draw_timeline(made, transfers=name == "1F1B")
+    first = InitialTimeline("1F1B", make_order("1F1B", 4, 8))
     yield "timelines.html", timeline_page(first)
     tiny = Cost(0.00014, 0.00014, 0.00028, 0.0006)  # of a small model, as `simulate` estimates them
-    yield "estimated.html", timeline_page(Shown("1F1B", order("1F1B", 4, 8), "pp", "ms"), tiny)
+    yield (
+        "estimated.html",
+        timeline_page(InitialTimeline("1F1B", make_order("1F1B", 4, 8), "pp", "ms"), tiny),
+    )
     found = example()
     yield "measured.svg", measured_svg(found, "net.sched")
     yield "measured.html", measured_page(found, "net.sched")
@@ -50,17 +58,17 @@ def timelines() -> Drawn:
 
 def reports() -> Drawn:
     """`verify --html`, of what is equal and of what is not; the fragment that notebooks show."""
-    from schedlang.report import page
+    from schedlang.report import html_page
 
     good, bad = equal(), different()
-    yield "report_equal.html", page(good)
-    yield "report_different.html", page(bad)
+    yield "report_equal.html", html_page(good)
+    yield "report_different.html", html_page(bad)
     yield "report_notebook.html", f"<!doctype html><title>a</title>{bad._repr_html_()}"
 
 
 def equal() -> Report:
     """A report on which all holds, with what it did not exercise."""
-    from schedlang.report import Bound, Gap, Report, Row
+    from schedlang.report import CostExpectation, Gap, Report, Row
 
     word = "parameters in working dtype"
     rows = (
@@ -79,14 +87,14 @@ def equal() -> Report:
         "3d.sched",
         facts,
         seconds=28.4,
-        bounds=(Bound("memory(rank) <= 2MiB", holds=True),),
+        bounds=(CostExpectation("memory(rank) <= 2MiB", holds=True),),
         gaps=(Gap("no float inputs", "wrong gradients of inputs"),),
     )
 
 
 def different() -> Report:
     """A report of a mistake, with blame, and of what was not checked."""
-    from schedlang.report import Bound, Row
+    from schedlang.report import CostExpectation, Row
 
     one = equal()
     wrong = Row("SGD", "gradients", "h.3.attn.c_attn.weight", 0.5, 1e-9, ok=False, step=0)
@@ -96,8 +104,10 @@ def different() -> Report:
         rows=(*one.rows[:-2], nothing, wrong),
         unchecked=("kernel rms_norm was not run",),
         bounds=(
-            Bound("bubble <= 20%", holds=False, found="33.3%", why=("pipeline: 2 stages",)),
-            Bound("time(step) < 1s", holds=None),
+            CostExpectation(
+                "bubble <= 20%", holds=False, found="33.3%", why=("pipeline: 2 stages",)
+            ),
+            CostExpectation("time(step) < 1s", holds=None),
         ),
         command="schedlang verify 3d.sched --seed 0 --mesh tp=2",
     ).blame(BLAMED, diagnosis="tp = 2 times what is right")
@@ -105,31 +115,31 @@ def different() -> Report:
 
 def plans() -> Drawn:
     """`plan --svg` and `--html`, `diff --html`; also of a mesh too large for a row a rank."""
-    from schedlang.passes.simulate.account import delta
+    from schedlang.passes.simulate.account import compare_accounts
     from schedlang.viz import diff
     from schedlang.viz.diff import compare
-    from schedlang.viz.picture import page, picture
+    from schedlang.viz.picture import draw_plan, plan_page
 
     one, other = plan("dp=2, pp=2, tp=2"), plan("pp=2, tp=2", zero=False)
-    yield "plan.svg", picture(one)
-    yield "plan.html", page(one)
-    yield "plan_many.svg", picture(many(one))
+    yield "plan.svg", draw_plan(one)
+    yield "plan.html", plan_page(one)
+    yield "plan_many.svg", draw_plan(many(one))
     found = compare(one.plan, other.plan)
-    costs = delta(one.account, other.account)
-    yield "diff.html", diff.page(("3d.sched", "2d.sched"), found, costs)
+    costs = compare_accounts(one.account, other.account)
+    yield "diff.html", diff.diff_page(("3d.sched", "2d.sched"), found, costs)
 
 
 def plan(mesh: str, *, zero: bool = True) -> View:
     """A small GPT-2 on a mesh, with memory and collectives."""
     from schedlang.passes.simulate.account import account
-    from schedlang.viz.show import view
+    from schedlang.viz.show import make_view
     from tests.models import gpt2, tokens
     from tests.proofs import planned
     from tests.verifying.test_account import CHECKPOINT, PIPE, TENSOR
 
     rows = TENSOR + CHECKPOINT + PIPE.format("zero(stage=1, over=dp)" if zero else "")
     made = planned(gpt2(), rows, mesh)
-    return view(made, account(made, tokens(rows=16), memory=True), "3d.sched")
+    return make_view(made, account(made, tokens(rows=16), memory=True), "3d.sched")
 
 
 def many(one: View) -> View:

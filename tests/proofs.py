@@ -18,11 +18,11 @@ from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.sides import prepared
+from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.schedule import Schedule
 from tests.engine import Threads
@@ -72,7 +72,9 @@ def static_holds(plan: Plan, batch: Batch) -> None:
     from schedlang.passes.static_checks.static import static
 
     found = static(plan, batch)
-    bad = [(claim.name, claim.said, claim.problems) for claim in found.claims if not claim.holds]
+    bad = [
+        (claim.name, claim.description, claim.problems) for claim in found.claims if not claim.holds
+    ]
     assert found.claims and not bad and not found.problems, (bad, found.problems)
 
 
@@ -109,7 +111,7 @@ def steps(
     seen: Seen = {}
     if plan.mesh.world > 1:
         options = {"dropout": "logical"} | options
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, batches[0], optimizer=optimizer, clip=clip, **options)
         for step, batch in enumerate(batches):
             seen[f"loss {step}"] = program.train_step(batch).clone()
@@ -128,8 +130,8 @@ def made(
     plan: Plan, batches: Sequence[Batch], loss: Any = None, weight: Any = None
 ) -> tuple[Plan, Prepared]:
     """A plan that is complete, and what `prepare` finds for it, as in float64 on a rank."""
-    with ambient(Float64()):
-        case = prepared(Case(plan, tuple(batches), loss, weight))
+    with enter_modes(Float64()):
+        case = prepare_case(Case(plan, tuple(batches), loss, weight))
     assert case.prepared is not None
     return case.plan, case.prepared
 
@@ -167,7 +169,7 @@ def sequential(
     subject = Sequential(copy.deepcopy(model), optimizer, loss=loss, clip=clip)
     drawn = () if seed is None else (LogicalDropout(seed),)
     seen: Seen = {}
-    with ambient(Float64(), *drawn):
+    with enter_modes(Float64(), *drawn):
         for step, batch in enumerate(batches):
             seen[f"loss {step}"] = subject.train_step(batch).clone()
             seen[f"norm {step}"] = torch.tensor(float(subject.grad_norm or 0.0))

@@ -16,7 +16,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     They come from the fork server: to fork a process that has threads, as that of the tests has by
     then, can leave a rank waiting for a lock that nobody holds.
     """
-    return pool.shared().run(_rank, world, work, args)
+    return pool.shared_pool().run(_rank, world, work, args)
 
 
 def _rank(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:

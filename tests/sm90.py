@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from schedlang.kernels import cross_entropy, gated, norm, rope
-from schedlang.kernels.device import LONGEST, tile
+from schedlang.kernels.kernel_device import MAX_ROW, tile
 from schedlang.runtime.rowwise_kernels import launch
-from schedlang.runtime.rowwise_kernels.operator import Sort, pair_of
+from schedlang.runtime.rowwise_kernels.rowwise_operator import TensorSignature, make_pair
 from tests.chains import CHAINS
 
 
@@ -92,8 +92,8 @@ SIZES = [
     (128, torch.bfloat16),
     (4096, torch.bfloat16),
     (4096, torch.float32),
-    (LONGEST, torch.bfloat16),
-    (LONGEST, torch.float32),
+    (MAX_ROW, torch.bfloat16),
+    (MAX_ROW, torch.float32),
 ]
 
 
@@ -130,14 +130,16 @@ def rms_norm_kernels() -> Made:
 def layer_norm_kernels() -> Made:
     """Both kernels, with a bias, from short rows to the longest."""
     for size, dtype in SIZES:
-        yield from _norm_kernels(min(size, norm.LONGEST_OF_MORE), dtype, False, True, False)
+        yield from _norm_kernels(min(size, norm.MAX_ROW_WITH_EXTRAS), dtype, False, True, False)
 
 
 def add_norm_kernels() -> Made:
     """Both kernels of both norms, from short rows to the longest."""
     for size, dtype in SIZES:
         for centred in (False, True):
-            yield from _norm_kernels(min(size, norm.LONGEST_OF_MORE), dtype, True, centred, True)
+            yield from _norm_kernels(
+                min(size, norm.MAX_ROW_WITH_EXTRAS), dtype, True, centred, True
+            )
 
 
 def gated_kernels() -> Made:
@@ -183,7 +185,7 @@ def cross_entropy_kernels() -> Made:
 
 def gated_norm_kernels() -> Made:
     """Both kernels, a gate before groups of channels and after whole rows, of all lengths."""
-    for size, dtype in ((min(size, norm.LONGEST_OF_MORE), dtype) for size, dtype in SIZES):
+    for size, dtype in ((min(size, norm.MAX_ROW_WITH_EXTRAS), dtype) for size, dtype in SIZES):
         for first in (False, True):
             width = 8 * size if first else size
             x, weight = torch.zeros(16, width, dtype=dtype), torch.zeros(width, dtype=dtype)
@@ -223,8 +225,8 @@ def rope_kernels() -> Made:
                     "HALF": half,
                     "num_warps": 4,
                     "grid": (1,),
-                    "Q_LINES": rope.lines(heads[0], half),
-                    "K_LINES": rope.lines(heads[1], half),
+                    "Q_LINES": rope.heads_per_program(heads[0], half),
+                    "K_LINES": rope.heads_per_program(heads[1], half),
                     "REST": size - width,
                 }
                 named = {"pairs": pairs, "width": width, "dtype": str(dtype)}
@@ -234,28 +236,29 @@ def rope_kernels() -> Made:
 
 def rowwise_kernels() -> Made:
     """Both generated kernels of each chain: of rows that fit a program, and of longer ones."""
-    sizes = ((4096, torch.bfloat16), (launch.LONGEST, torch.float32), (20480, torch.bfloat16))
+    sizes = ((4096, torch.bfloat16), (launch.MAX_ROW, torch.float32), (20480, torch.bfloat16))
     for size, dtype in sizes:
         for name, (function, kinds) in CHAINS.items():
             sorts = tuple(
-                Sort((64, size) if k == "m" else (size,), dtype, "cpu", True) for k in kinds
+                TensorSignature((64, size) if k == "m" else (size,), dtype, "cpu", True)
+                for k in kinds
             )
-            pair = pair_of(function, sorts, "eager")
+            pair = make_pair(function, sorts, "eager")
             for way, made in zip(("forward", "backward"), pair.kernels):
                 yield {"kernel": way, "chain": name, "size": size, "dtype": str(dtype)}, _warm(made)
 
 
-def _warm(made: launch.Kernel) -> Any:
+def _warm(made: launch.RowwiseKernel) -> Any:
     """A generated kernel, compiled for tensors as its graph takes them."""
     chain = made.chain
     places = [n.meta["val"] for n in made.graph.nodes if n.op == "placeholder"]
-    shape = launch.shape_of(made, torch.zeros(1))
-    given = [torch.zeros(places[v.place].shape, dtype=v.dtype) for v in chain.given]
+    shape = launch.launch_shape(made, torch.zeros(1))
+    given = [torch.zeros(places[v.place].shape, dtype=v.dtype) for v in chain.inputs]
     stored = [torch.zeros(s.shape, dtype=s.dtype) for s in chain.stored]
     sums = [torch.zeros(shape.programs, chain.grid.size) for _ in chain.sums]
-    strides = [chain.grid.size for v in chain.given if v.rows and v.cols]
+    strides = [chain.grid.size for v in chain.inputs if v.rows and v.cols]
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
-    return launch.jitted(made.text).warmup(
+    return launch.compile_source(made.text).warmup(
         *given,
         *stored,
         *sums,

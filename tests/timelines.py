@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from schedlang.pipeline.timeline.table import Edge, Kind, Op, Timeline, chain, timeline
+from schedlang.pipeline.timeline.table import (
+    Edge,
+    Kind,
+    Op,
+    Timeline,
+    chain_edges,
+    timeline_from_rows,
+)
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 PARK = (Kind.EVICT, Kind.LOAD)
@@ -87,7 +94,7 @@ def scheduled(shape: Shape, seed: int) -> Timeline:
             missing[user] -= 1
             if not missing[user]:
                 ready.append(user)
-    return timeline(rows, shape.edges)
+    return timeline_from_rows(rows, shape.edges)
 
 
 @st.composite
@@ -111,7 +118,7 @@ def shapes(
     k, copies = draw(st.integers(1, slices)), draw(st.integers(1, replicas))
     places = st.tuples(*[st.integers(0, p - 1)] * count)
     homes = draw(st.tuples(*[places] * copies))
-    edges = set(chain(count))
+    edges = set(chain_edges(count))
     if skips and count > 2:
         more = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1))))
         edges |= {(a, b) for a, b in more if a < b}

@@ -54,7 +54,7 @@ class Forest:
         below = (self.numel(f"{fqn}.{c}" if fqn else c) for c in node.children)
         return node.own + sum(below)
 
-    def below(self, fqn: str) -> Sequence[Kind]:
+    def parameters_below(self, fqn: str) -> Sequence[Kind]:
         return [Kind("float32")]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from schedlang.ir.placement import Placement
-from schedlang.ir.primitive import Primitive, load_all, refuse, scratch
+from schedlang.ir.primitive import Primitive, isolated_registry, load_all, refuse
 from schedlang.language.kinds import Axis, Rest
 
 
@@ -96,7 +96,7 @@ def define() -> None:
 def toys() -> Iterator[None]:
     """Only the toys and `verify` exist inside."""
     load_all()
-    with scratch(keep=["verify"]):
+    with isolated_registry(keep=["verify"]):
         define()
         yield
 

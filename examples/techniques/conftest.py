@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.ir.primitive import scratch
+from schedlang.ir.primitive import isolated_registry
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     path, folder = list(sys.path), Path(request.node.path).parent
     own = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("test_")}
     _forget(own)
-    with scratch():
+    with isolated_registry():
         yield
     _forget(own)  # who imports one of them later gets its verb
     sys.path[:] = path

@@ -6,7 +6,7 @@ from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 
 
-def facet_row(plan: Plan, facet: Facet) -> Action | None:
+def last_row_changing(plan: Plan, facet: Facet) -> Action | None:
     """Return the last row that changes a facet, or None."""
     return next(reversed(plan.rows_changing(facet)), None)
 
@@ -18,9 +18,9 @@ def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
     placement row over this axis whose module has the longest common path with `fqn`.
     """
     if axis in plan.data_axes:
-        return facet_row(plan, Facet.STATE)
+        return last_row_changing(plan, Facet.STATE)
     if any(axis in plan.mesh.fold(cut.axis) for cut in plan.cuts):
-        return facet_row(plan, Facet.STAGE)
+        return last_row_changing(plan, Facet.STAGE)
     best: tuple[tuple[int, int], Action] | None = None
     for action in plan.rows_changing(Facet.PLACEMENT):
         for site in action.sites:

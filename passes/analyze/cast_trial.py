@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.ir.annotations import Cast
-from schedlang.ir.model import inside, titled
+from schedlang.ir.model import is_inside, quote_module
 from schedlang.ir.plan import Plan
-from schedlang.passes.elaborate.rows import pattern, shape_of
+from schedlang.passes.elaborate.rows import describe_group, shape_of
 from schedlang.passes.propagate.casts import cast_loss, cast_modules
 
 if TYPE_CHECKING:
     from torch import nn
 
 Loss = Callable[..., Any]
-Run = Callable[[Sequence[Cast]], "Failure | None"]  # runs a forward under these casts
+Run = Callable[[Sequence[Cast]], "ForwardFailure | None"]  # runs a forward under these casts
 
 
 @dataclass(frozen=True)
-class Failure:
+class ForwardFailure:
     """An error of a forward, and the innermost running module; None: the loss was running."""
 
     error: Exception
@@ -34,11 +34,11 @@ def check_casts(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Non
     key = ("casts", casts)
     if not casts or key in plan.model.cache:
         return
-    refuse_failing(plan, lambda tried: _failure(plan, tried, sample, loss))
+    check_forward(plan, lambda tried: _failure(plan, tried, sample, loss))
     plan.model.cache[key] = True
 
 
-def refuse_failing(plan: Plan, run: Run) -> None:
+def check_forward(plan: Plan, run: Run) -> None:
     """Refuse (S895) a plan whose forward fails under its casts; name casts that run.
 
     `run` runs a forward under given casts and returns its failure, or None.
@@ -48,15 +48,15 @@ def refuse_failing(plan: Plan, run: Run) -> None:
         raise _refusal(plan, failure, tuple(_find_remedies(plan, failure, run))) from failure.error
 
 
-def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
+def _refusal(plan: Plan, failure: ForwardFailure, ways: tuple[str, ...]) -> Refusal:
     """Return the refusal of a failure, at the row of the innermost cast around the module."""
-    from schedlang.runtime.tracing.calls import line_of
+    from schedlang.runtime.tracing.module_calls import line_of
 
     error, site = failure.error, failure.site
     cast = _innermost_cast(tuple(plan.casts), site or "")
     row = plan.origin(cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
-    what = "the loss" if site is None else titled(site)
+    what = "the loss" if site is None else quote_module(site)
     label = Label(row.span) if row is not None else Label()
     return Refusal.of(
         "S895",
@@ -69,22 +69,22 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
 
 def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
-) -> Failure | None:
+) -> ForwardFailure | None:
     """Run a forward of the full model, with the loss, under some casts; return its failure."""
-    from schedlang.runtime.batch import forward
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.batch import run_forward
+    from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
     under, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})
     cast_modules(under, model)
 
     def run() -> None:
         with without_values(sample) as (inputs, _):
-            forward(model.train(), inputs, cast_loss(under, loss))
+            run_forward(model.train(), inputs, cast_loss(under, loss))
 
-    return tried(model, run)
+    return try_forward(model, run)
 
 
-def tried(model: nn.Module, forward: Callable[[], None]) -> Failure | None:
+def try_forward(model: nn.Module, forward: Callable[[], None]) -> ForwardFailure | None:
     """Run a forward of a copy of the model; return its error and module, or None.
 
     Refusals are raised.
@@ -102,11 +102,11 @@ def tried(model: nn.Module, forward: Callable[[], None]) -> Failure | None:
     except Refusal:
         raise
     except Exception as error:
-        return Failure(error, running[-1] if running else None)
+        return ForwardFailure(error, running[-1] if running else None)
     return None
 
 
-def _find_remedies(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
+def _find_remedies(plan: Plan, failure: ForwardFailure, run: Run) -> Iterator[str]:
     """Yield changes of rows, as text, under which the forward was run successfully."""
     casts, now = tuple(plan.casts), failure
     islands = list(casts)
@@ -149,12 +149,12 @@ def _rows_of(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
     for one in found:
         groups.setdefault(shape_of(one.fqn), []).append(one.fqn)
     for group in groups.values():
-        yield f"`{pattern(group, plan.model.sites)}  cast(fp32)`"
+        yield f"`{describe_group(group, plan.model.sites)}  cast(fp32)`"
 
 
 def _innermost_cast(casts: Sequence[Cast], site: str) -> Cast:
     """Return the innermost cast around a module, or the first cast if there is none."""
-    found = [one for one in casts if inside(site, one.fqn)]
+    found = [one for one in casts if is_inside(site, one.fqn)]
     return max(found, key=lambda one: len(one.fqn), default=casts[0])
 
 

@@ -18,12 +18,12 @@ from schedlang.passes.partition.staging import Staged
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.checkpointing.holdings import Holding
 
 
-def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
+def state_slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
     """Return the row that slices state, and the data axes whose ranks keep full copies."""
-    real = [r for r in plan.copies if plan.mesh.size(r.axes) > 1]
+    real = [r for r in plan.all_replicas if plan.mesh.size(r.axes) > 1]
     sliced = next((r for r in real if r.stage > 0), None)
     whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
     return sliced, whole
@@ -31,20 +31,20 @@ def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
 
 def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     """Return the holding of each parameter, by its first name."""
-    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.checkpointing.holdings import Holding
 
-    sliced = slicing(plan)[0] if plan.replicas else None
+    sliced = state_slicing(plan)[0] if plan.replicas else None
     axes = plan.mesh.fold(sliced.axes) if sliced is not None else ()
     owners = _owners(staged) if staged.axis is not None else {}
     unsliced = _unsliced(plan, staged) if axes else frozenset()
     holdings = {}
-    for name, fact in plan.model.unique.items():
+    for name, fact in plan.model.unique_parameters.items():
         stages = None
         if staged.axis is not None:
             stages = owners.get(name) or _places_of_unread(staged, fact.names)
         whole = not axes or name in unsliced or not fact.shape
         cut = () if whole else _sliced_axes(plan, name, axes)
-        holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
+        holdings[name] = Holding(name, plan.effective_layout(name), cut, staged.axis, stages)
     return holdings
 
 
@@ -53,7 +53,7 @@ def _sliced_axes(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...
 
     Experts that are spread over an axis have full gradients there: the axis does not slice them.
     """
-    split = plan.split_axes(name) if name in plan.spread else frozenset()
+    split = plan.split_axes(name) if name in plan.batch_split_parameters else frozenset()
     equal = tuple(axis for axis in axes if axis not in split)
     return equal if plan.mesh.size(equal) > 1 else ()
 
@@ -84,14 +84,20 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
       write into a gathered copy would be lost.
     * Quantized frozen weights, which no unit gathers.
     """
-    lent = {f.name for n in staged.lent if (f := plan.model.parameters.get(n)) is not None}
-    lent |= {name for name in plan.model.unique if plan.model.coded(name) is not None}
+    lent = {
+        f.name
+        for n in staged.unsliceable_parameters
+        if (f := plan.model.parameters.get(n)) is not None
+    }
+    lent |= {
+        name for name in plan.model.unique_parameters if plan.model.coding_of(name) is not None
+    }
     if staged.axis is None:
         return frozenset(_shared_with_trunk(plan, staged)) | lent
     units = [f"{name}." for name in staged.cut.graph.units]
     held = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
-        for name, fact in plan.model.unique.items()
+        for name, fact in plan.model.unique_parameters.items()
     }
     not_one_unit = {name for name, count in held.items() if count != 1}
     return frozenset(staged.cut.shared) | not_one_unit | lent
@@ -99,7 +105,7 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
 
 def _shared_with_trunk(plan: Plan, staged: Staged) -> Iterator[str]:
     """Yield parameters of an element of the trunk that also have a name outside the element."""
-    for name, fact in plan.model.unique.items():
+    for name, fact in plan.model.unique_parameters.items():
         homes = {next((u for u in staged.trunk if n.startswith(f"{u}.")), "") for n in fact.names}
         if len(homes) > 1:
             yield name
@@ -110,7 +116,7 @@ Places = frozenset[int] | None
 
 def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
     """Return whether rows of the timeline gather parameters: a pipeline with ZeRO stage 3."""
-    sliced, _ = slicing(plan)
+    sliced, _ = state_slicing(plan)
     return staged.axis is not None and sliced is not None and sliced.stage == 3
 
 
@@ -119,18 +125,18 @@ def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int,
 
     Returns None where rows of the timeline do not gather the stage at this place.
     """
-    from schedlang.pipeline.timeline.sharded_weights import runs
+    from schedlang.pipeline.timeline.sharded_weights import find_runs
 
     if not gathers_by_rows(plan, staged):
         return None
     t = staged.timeline
-    found = runs(t)
+    found = find_runs(t)
     mine = (t.stage[found.first] == stage) & (t.rank[found.first] == place)
     back = int(found.backward[mine].sum())
     return (int(mine.sum()) - back, back) if mine.any() else None
 
 
-def gathers(
+def gathers_by_place(
     plan: Plan, staged: Staged, stage: int, places: Places, microbatches: int
 ) -> Iterator[tuple[Places, int, int]]:
     """Yield places of a stage, each with the numbers of gathers in forwards and in backwards.
@@ -170,7 +176,7 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
 
     A rank leaves out the names that it does not hold.
     """
-    trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
+    trained = [name for name, fact in plan.model.unique_parameters.items() if fact.requires_grad]
     return [
         *(_partial(plan, traced, trained) if traced.partial else ()),
         *(_tied(holdings, trained) if plan.cuts else ()),
@@ -181,7 +187,7 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
 def _partial(plan: Plan, traced: Traced, trained: list[str]) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
-        axes = plan.mesh.ordered(traced.partial.get(name, ()))
+        axes = plan.mesh.in_mesh_order(traced.partial.get(name, ()))
         if axes:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items()):
@@ -204,11 +210,11 @@ def _replicas(
     plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
 ) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
-    compressed_axes = compressed_over(plan)
+    compressed_axes = compression_axes(plan)
     compressed: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
         cut = plan.mesh.fold(holdings[name].sliced)  # reduced unit by unit, by fully_shard
-        axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
+        axes = tuple(axis for axis in plan.replica_axes(name) if axis not in cut)
         if set(compressed_axes) <= set(axes) and compressed_axes:
             compressed.setdefault(compressed_axes, []).append(name)
             axes = tuple(axis for axis in axes if axis not in compressed_axes)
@@ -228,10 +234,10 @@ def _bucket(plan: Plan, axes: tuple[str, ...]) -> int | None:
 
 def is_lossy(plan: Plan) -> bool:
     """Return whether gradients are sent, or activations saved, in fewer bits."""
-    return bool(plan.kept or compressed_over(plan))
+    return bool(plan.activation_codings or compression_axes(plan))
 
 
-def compressed_over(plan: Plan) -> tuple[str, ...]:
+def compression_axes(plan: Plan) -> tuple[str, ...]:
     """Return the axes over which reductions are compressed, in mesh order; none for one rank."""
     axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
     return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
@@ -248,7 +254,7 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
     return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
 
 
-def sliced_names(
+def sliced_names_by_unit(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> dict[str, tuple[str, ...]]:
     """Return the sliced parameters (first names) of each unit of a stage, and of the root module.
@@ -260,7 +266,9 @@ def sliced_names(
     left = {name for name, holding in holdings.items() if holding.sliced}
     found = {}
     for fqn in _with_inner_units(plan, staged, holdings, stage):
-        mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
+        mine = tuple(
+            dict.fromkeys(f.name for f in plan.model.parameters_below(fqn) if f.name in left)
+        )
         left -= set(mine)
         if mine or not fqn:
             found[fqn] = mine
@@ -271,20 +279,22 @@ def _with_inner_units(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> Iterator[str]:
     """Yield the units of a stage, each after the modules inside it that are units themselves."""
-    row = next((one.axes for one in plan.copies if one.stage > 0), ())
+    row = next((one.axes for one in plan.all_replicas if one.stage > 0), ())
     axes, seen = plan.mesh.fold(row), set()
     experts = [
         fqn
         for fqn in plan.computes
-        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
+        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.parameters_below(fqn))
     ]
     for unit in units_of_stage(plan, staged, stage):
         inside = [f for f in experts if f not in seen and (not unit or f.startswith(f"{unit}."))]
-        lent = sorted(fqn for fqn, around in staged.outside if around == unit and fqn not in inside)
+        lent = sorted(
+            fqn for fqn, around in staged.outside_calls if around == unit and fqn not in inside
+        )
         seen.update(inside)
         yield from (*inside, *lent, unit)
 
 
-def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
+def slicing_axes_of(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the axes over which parameters of one unit are sliced."""
     return holdings[names[0]].sliced if names else ()

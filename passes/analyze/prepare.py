@@ -11,29 +11,34 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.user_errors import refusal_of
 from schedlang.ir.features import Settled
-from schedlang.ir.plan import Action, Plan, at_its_row
+from schedlang.ir.module_attributes import module_kind
+from schedlang.ir.plan import Action, Plan, place_at_row
 from schedlang.ir.primitive import Facet
-from schedlang.ir.told import kind_of
 from schedlang.passes.analyze.cast_trial import check_casts
-from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
+from schedlang.passes.analyze.compressed_activations import (
+    BitTable,
+    check_compressed,
+    find_bit_table,
+    find_saved_splits,
+)
+from schedlang.passes.analyze.expert_capacity import check_routing
 from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.input_checks import check_batch_keys, check_batch_rows
 from schedlang.passes.analyze.residence import check_peers
-from schedlang.passes.analyze.routing import check_routing
 from schedlang.passes.analyze.staleness import check_stale
-from schedlang.passes.analyze.taking import check_keys, check_rows
-from schedlang.passes.partition.chains import Chains, Counting, chains_of
+from schedlang.passes.partition.recomputed_chains import Chains, CostSubject, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
-from schedlang.passes.propagate.context import slicing_of, tokens_of
-from schedlang.passes.propagate.original import Weight, with_statistics
+from schedlang.passes.propagate.original_forward import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
+from schedlang.passes.propagate.sequence_trials import slicing_of, tokens_of
 
 if TYPE_CHECKING:
-    from schedlang.runtime.activation_memory.second_run import Difference
-    from schedlang.runtime.checkpointing.holding import Holding, Ways
-    from schedlang.runtime.context_parallel.local_tokens import Tokens
+    from schedlang.runtime.activation_memory.repeat_checks import Difference
+    from schedlang.runtime.checkpointing.holdings import Holding, TransferPlans
+    from schedlang.runtime.context_parallel.local_tokens import TokenSplit
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
 
@@ -50,10 +55,10 @@ def check_repeats(
     module of each kind is run twice on the meta device; the result is cached in the model.
     """
     from schedlang.passes.propagate.propagate import backward_root
-    from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.activation_memory.repeat_checks import RepeatCheck
+    from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
-    kinds = {site: kind_of(plan.model, site) for action in rows for site in action.sites}
+    kinds = {site: module_kind(plan.model, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))
     if key in plan.model.cache:
         return
@@ -63,7 +68,7 @@ def check_repeats(
     for site in kinds:
         model.get_submodule(site).register_forward_pre_hook(partial(_note_replaced, given, site))
     with without_values(sample) as (inputs, _):
-        found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
+        found = RepeatCheck(model, kinds).run(lambda: backward_root(model, inputs, loss))
     if given:
         raise Refusal(_other_weights(given[0], _label(rows, given[0])))
     if found:
@@ -101,13 +106,14 @@ def _not_repeatable(plan: Plan, found: Difference, label: Label) -> Diagnostic:
         for text in (found.first, found.second)
     ]
     name = plan.model.sites[found.module].class_name
+    what = f"it draws from {found.drawn}" if found.drawn else f"`{found.function}` differs"
+    seen = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {found.place}")
     return Diagnostic(
         "S843",
-        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
+        f"recomputing `{found.module}` gives another result: {what}",
         label,
         notes=(
-            f"`{name}` calls it {runs[0]}, then {runs[1]}",
-            f"at {found.place}",
+            *(() if found.drawn else seen),
             "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(
@@ -138,13 +144,13 @@ class Prepared:
     staged: Staged
     holdings: Mapping[str, Holding]
     slicing: Slicing | None = None  # where the pipeline splits sequences into slices
-    tokens: Tokens | None = None  # where ranks split sequences
+    tokens: TokenSplit | None = None  # where ranks split sequences
     chains: Chains = field(default_factory=dict)  # of rows with a memory limit
-    bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
+    bits: BitTable = field(default_factory=dict)  # of saved tensors, of rows with a budget
     # outputs of units of earlier stages, where these are known before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
     # cached ways to gather full tensors: the programs of a proof, one per optimizer, share them
-    ways: Ways = field(default_factory=dict, repr=False, compare=False)
+    gather_routes: TransferPlans = field(default_factory=dict, repr=False, compare=False)
 
 
 def prepare(
@@ -152,7 +158,7 @@ def prepare(
     sample: Mapping[str, Any],
     loss: Loss | None = None,
     weight: Weight | None = None,
-    bits: Bits | None = None,
+    bits: BitTable | None = None,
     *,
     trains: bool = True,
 ) -> Prepared:
@@ -162,28 +168,28 @@ def prepare(
     `bits`: a known table, of this plan or of another plan of the model; else it is measured.
     Raises Refusal where the plan cannot run.
     """
-    from schedlang.runtime.kept_outside import kept_outside
+    from schedlang.runtime.global_state import restore_global_state
 
-    assert not plan.completing, "rows are completed before a plan is prepared"
-    with kept_outside(plan.model.model, loss):
+    assert not plan.completions, "rows are completed before a plan is prepared"
+    with restore_global_state(plan.model.model, loss):
         check_axes(plan)
         parts = plan.shares * plan.micro
-        if plan.told:
+        if plan.kind_options:
             check_routing(plan)
         if weight is not None:
             _check_weight(weight, sample)
         if parts > 1:
-            check_rows(plan, sample)
-        traced = propagate(plan, sample, loss)
-        if traced.apart and plan.mesh.world > 1:
+            check_batch_rows(plan, sample)
+        traced = _traced(plan, sample, loss)
+        if traced.unequal_draws and plan.mesh.world > 1:
             raise _unequal_draws(traced)
-        if traced.lossless is not None:
+        if traced.missing_loss is not None:
             if trains:  # without a loss, any key may be a key that a loss would read
-                raise Refusal(traced.lossless)
+                raise Refusal(traced.missing_loss)
         elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
             _check_dense(plan)
-        if traced.lossless is None and traced.unread:
-            check_keys(plan, sample, traced, loss, weight)
+        if traced.missing_loss is None and traced.unread_keys:
+            check_batch_keys(plan, sample, traced, loss, weight)
         for name, parameter in plan.model.base.model.named_parameters():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise _hooked(name)
@@ -201,20 +207,20 @@ def prepare(
             slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
         if plan.stores:
             check_peers(plan, staged)
-        if plan.kept:
-            check_kept(plan, traced, staged, slicing)
+        if plan.activation_codings:
+            check_compressed(plan, traced, staged, slicing)
         if plan.contexts:
             tokens = tokens_of(plan, traced, sample, loss, weight)
-        counting = Counting(plan, traced, staged, sample, loss, tokens)
+        counting = CostSubject(plan, traced, staged, sample, loss, tokens)
         again = plan.rows_changing(Facet.RECOMPUTE)
         if again:
             chains = chains_of(counting)
-        if plan.kept:
-            traced = replace(traced, saved=kept_by_ranks(counting, chains))
+        if plan.activation_codings:
+            traced = replace(traced, saved_splits=find_saved_splits(counting, chains))
         if again:
             check_repeats(plan, again, sample, loss)
         if bits is None:
-            bits = allotted(plan, sample, loss, chains) if plan.kept else {}
+            bits = find_bit_table(plan, sample, loss, chains) if plan.activation_codings else {}
         return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
@@ -227,6 +233,35 @@ def _hooked(name: str) -> Refusal:
         helps=(
             "let the forward do it: `weight * mask + (weight * (1 - mask)).detach()`",
             "or remove the hook before `build`: `handle.remove()`",
+        ),
+    )
+
+
+def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
+    """Trace a copy of the model; refuses (S867) what writes into the model itself meanwhile."""
+    before = _versions(plan)
+    traced = propagate(plan, sample, loss)
+    for name, version in _versions(plan).items():
+        if before[name] != version:
+            raise _written(name)
+    return traced
+
+
+def _versions(plan: Plan) -> dict[str, int]:
+    """Count the writes to each buffer of the user's own model."""
+    buffers = plan.model.base.model.named_buffers()
+    return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
+
+
+def _written(name: str) -> Refusal:
+    """S867: a function that was made around the model writes there, whichever copy runs."""
+    return Refusal.of(
+        "S867",
+        f"a run of a copy of the model writes into `{name}` of the model itself",
+        notes=("a hook, or another function, was made with the model in it: no copy has its own",),
+        helps=(
+            "take the module that a hook is given: `lambda module, args, output: ...`",
+            "or register a method: `module.register_forward_hook(self.count)`",
         ),
     )
 
@@ -251,24 +286,24 @@ def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
     """Refuse (S608) an order that splits backwards if the model has reentrant checkpoints."""
     from schedlang.pipeline.timeline.table import Kind
 
-    if traced.reenters and (staged.timeline.kind == Kind.W).any():
+    if traced.has_reentrant_checkpoints and (staged.timeline.kind == Kind.W).any():
         note = "torch runs their backward for all inputs together: it cannot be split"
         helps = (
             "let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",
             'use an order that does not split backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
         )
-        title = "this order splits backwards; the model has reentrant checkpoints"
+        title = "this order splits backwards, but the model has reentrant checkpoints"
         assert plan.order is not None
         refusal = Refusal.of("S608", title, notes=(note,), helps=helps)
-        raise at_its_row(refusal, plan.origin(plan.order))
+        raise place_at_row(refusal, plan.origin(plan.order))
 
 
 def _unequal_draws(traced: Traced) -> Refusal:
     """Return S812: ranks must make equal random draws, and cannot make the draws of the model."""
-    from schedlang.runtime.rng.logical_dropout import without_form
+    from schedlang.runtime.rng.logical_dropout import not_reproducible_refusal
 
-    name, (site, line) = next(iter(traced.apart.items()))
-    return without_form(name, site, line)
+    name, (site, line) = next(iter(traced.unequal_draws.items()))
+    return not_reproducible_refusal(name, site, line)
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
@@ -276,7 +311,7 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
     try:
         value = float(weight(sample))
     except Exception as error:
-        raise told(error, "weight", weight) from error
+        raise refusal_of(error, "weight", weight) from error
     if not 0 <= value < float("inf"):
         raise Refusal.of(
             "S621",

@@ -11,33 +11,33 @@ from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.annotations import Stored
-from schedlang.ir.model import inside
-from schedlang.ir.plan import Plan, at_its_row
-from schedlang.passes.partition.staging import UNCALLED, on_peers
+from schedlang.ir.annotations import OffloadedTensors
+from schedlang.ir.model import is_inside
+from schedlang.ir.plan import Plan, place_at_row
+from schedlang.passes.partition.staging import CONTAINERS, peer_stores
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
-    from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.offload.step import Tiers
+    from schedlang.runtime.checkpointing.holdings import Holding
+    from schedlang.runtime.offload.offloaded_step import ParameterTiers
 
 
-NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
-HOST = "keep them in host memory: `offload({}, to=cpu)`"
+HELP_STATE_ON_HOST = "keep it in host memory: `offload(optimizer, to=cpu)`"
+HELP_ON_HOST = "keep them in host memory: `offload({}, to=cpu)`"
 
 
 def check_peers(plan: Plan, staged: Staged) -> None:
     """Refuse (S851) offload to a peer where it saves no memory or cannot be executed."""
-    for one in on_peers(plan):
+    for one in peer_stores(plan):
         _check_axis(plan, one, staged)
-    states, parked = on_peers(plan, "optimizer"), on_peers(plan, "activations")
+    states, parked = peer_stores(plan, "optimizer"), peer_stores(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
         refuse_peer(
             plan,
             states[0],
             "optimizer state cannot be sent to a peer where another row offloads to disk",
             "a step that finds the disk full is undone, but the state has been sent already",
-            (NEAR, "or keep everything in memory: `to=cpu`"),
+            (HELP_STATE_ON_HOST, "or keep everything in memory: `to=cpu`"),
         )
     if states:
         _check_homes(plan, states[0])
@@ -47,17 +47,17 @@ def check_peers(plan: Plan, staged: Staged) -> None:
             parked[0],
             "activations of slices cannot be sent to a peer",
             "slices of one sequence share keys and values, which sending one slice would remove",
-            (f"leave `slices` out, or {HOST.format('activations')}",),
+            (f"leave `slices` out, or {HELP_ON_HOST.format('activations')}",),
         )
 
 
-def _check_axis(plan: Plan, one: Stored, staged: Staged) -> None:
+def _check_axis(plan: Plan, one: OffloadedTensors, staged: Staged) -> None:
     """Refuse (S851) a peer along another axis than the pipeline's: its ranks hold as much."""
     over, what = one.over, one.what
     if over == staged.axis:
         return
     held = "state" if what == "optimizer" else f"of {what}"
-    host_help = NEAR if what == "optimizer" else HOST.format(what)
+    host_help = HELP_STATE_ON_HOST if what == "optimizer" else HELP_ON_HOST.format(what)
     other_help = {
         "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
         "activations": "or save fewer of them: `layers.*  checkpoint()`",
@@ -74,7 +74,7 @@ def _check_axis(plan: Plan, one: Stored, staged: Staged) -> None:
     )
 
 
-def _check_homes(plan: Plan, one: Stored) -> None:
+def _check_homes(plan: Plan, one: OffloadedTensors) -> None:
     """Refuse (S851) state on a peer whose parameter is not on the device."""
 
     lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
@@ -85,73 +85,83 @@ def _check_homes(plan: Plan, one: Stored) -> None:
             one,
             f"`{name}` is in host memory, and is updated there",
             "its optimizer state would go to the host through another rank",
-            (NEAR, "or keep its parameters on the device"),
+            (HELP_STATE_ON_HOST, "or keep its parameters on the device"),
         )
 
 
-def refuse_peer(plan: Plan, one: Stored, title: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+def refuse_peer(
+    plan: Plan, one: OffloadedTensors, title: str, note: str, helps: tuple[str, ...]
+) -> NoReturn:
     """Raise S851 at the row that offloads to a peer."""
     row = plan.origin(one)
     refusal = Refusal.of("S851", title, notes=(note,), helps=helps)
-    raise at_its_row(refusal, row)
+    raise place_at_row(refusal, row)
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
     """Yield the bytes of each round in which a rank sends optimizer state to its peer."""
 
     out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
-    held = [n for n in out if holdings[n].held(plan.mesh, rank)]
-    facts = [plan.model.unique[n] for n in held if plan.model.unique[n].requires_grad]
+    held = [n for n in out if holdings[n].is_held(plan.mesh, rank)]
+    facts = [
+        plan.model.unique_parameters[n]
+        for n in held
+        if plan.model.unique_parameters[n].requires_grad
+    ]
     sizes = [f.itemsize * prod(holdings[f.name].local_shape(plan.mesh, rank)) for f in facts]
-    for turn in rounds(sizes):
+    for turn in group_into_rounds(sizes):
         yield sum(sizes[k] for k in turn)
 
 
-def rounds(sizes: Sequence[int]) -> list[list[int]]:
+def group_into_rounds(sizes: Sequence[int]) -> list[list[int]]:
     """Group tensors of these sizes in bytes into rounds of one transfer each."""
-    from schedlang.runtime.grad_reduction.gradient import buckets
+    from schedlang.runtime.grad_reduction.gradient import bucket_indices
 
-    return buckets([(size, None) for size in sizes])
+    return bucket_indices([(size, None) for size in sizes])
 
 
-def tiers_of(plan: Plan) -> dict[str, Tiers]:
+def tiers_of(plan: Plan) -> dict[str, ParameterTiers]:
     """Return the tiers of each parameter (first names) with something off the device.
 
     By default state and gradients of a parameter in host memory or on disk are in host memory.
     """
-    from schedlang.runtime.offload.step import Tiers
+    from schedlang.runtime.offload.offloaded_step import ParameterTiers
     from schedlang.runtime.storage.tiers import CPU, DEVICE
 
     by_name: dict[str, dict[str, str]] = {}
     for row in plan.stores:
         if row.what != "activations":
-            for fact in plan.model.below(row.fqn):
+            for fact in plan.model.parameters_below(row.fqn):
                 by_name.setdefault(fact.name, {})[row.what] = row.tier
     found = {}
     for name, tiers in by_name.items():
         parameter = tiers.get("parameters", DEVICE)
         least = DEVICE if parameter == DEVICE else CPU
-        found[name] = Tiers(parameter, tiers.get("gradients", least), tiers.get("optimizer", least))
-    return {name: found[name] for name in plan.model.unique if name in found}
+        found[name] = ParameterTiers(
+            parameter, tiers.get("gradients", least), tiers.get("optimizer", least)
+        )
+    return {name: found[name] for name in plan.model.unique_parameters if name in found}
 
 
-def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored, tuple[str, ...]]]:
+def streamed_units(
+    plan: Plan, trunk: frozenset[str]
+) -> dict[str, tuple[OffloadedTensors, tuple[str, ...]]]:
     """Return the modules to which parameters are streamed for a forward.
 
     Each has its row, and the first names of its parameters. A row at the root module or at a list
     is applied to each element of the trunk, and to the modules outside the trunk. Another module
     that shares a streamed parameter is a streamed module, too.
     """
-    found: dict[str, tuple[Stored, tuple[str, ...]]] = {}
+    found: dict[str, tuple[OffloadedTensors, tuple[str, ...]]] = {}
     for row in plan.stores:
         if row.what == "parameters":
             for fqn, names in _units_below(plan, row.fqn, trunk):
                 found[fqn] = (row, names)
     streamed = {name: row for row, names in found.values() for name in names}
     for name, row in streamed.items():
-        for alias in plan.model.unique[name].names:
+        for alias in plan.model.unique_parameters[name].names:
             owner = alias.rpartition(".")[0]
-            held = any(inside(owner, fqn) and name in names for fqn, (_, names) in found.items())
+            held = any(is_inside(owner, fqn) and name in names for fqn, (_, names) in found.items())
             if not held:
                 known = found.get(owner, (row, ()))[1]
                 found[owner] = (row, (*known, name))
@@ -167,7 +177,8 @@ def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], pl
         held = [holdings[n] for n in names if not holdings[n].sliced]
         mine = [h for h in held if h.stages is None or place in h.stages]
         sizes = [
-            plan.model.unique[h.name].itemsize * prod(h.layout.local_shape(plan.mesh)) for h in mine
+            plan.model.unique_parameters[h.name].itemsize * prod(h.layout.local_shape(plan.mesh))
+            for h in mine
         ]
         found.append((sum(sizes), row.ahead))
     ahead = max((ahead for _, ahead in found), default=0)
@@ -178,9 +189,9 @@ def _units_below(
     plan: Plan, fqn: str, trunk: frozenset[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     site = plan.model.sites[fqn]
-    holds = any(one != fqn and inside(one, fqn) for one in trunk)
-    if fqn in trunk or not holds and not any(site.is_a(kind) for kind in UNCALLED):
-        names = tuple(dict.fromkeys(fact.name for fact in plan.model.below(fqn)))
+    holds = any(one != fqn and is_inside(one, fqn) for one in trunk)
+    if fqn in trunk or not holds and not any(site.is_a(kind) for kind in CONTAINERS):
+        names = tuple(dict.fromkeys(fact.name for fact in plan.model.parameters_below(fqn)))
         if names:
             yield fqn, names
         return
@@ -215,5 +226,5 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
                 "or leave the selector out: `offload(parameters, to=cpu)`",
             ),
         )
-        raise at_its_row(refusal, row)
+        raise place_at_row(refusal, row)
     return kinds[0] if kinds else DEVICE

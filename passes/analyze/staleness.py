@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.plan import Action, Plan, at_its_row
+from schedlang.ir.plan import Action, Plan, place_at_row
 from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.optim.whole_step import WholeStep
+    from schedlang.runtime.optim.full_tensor_step import FullTensorStep
 
 
 Versions = Mapping[int, int]  # stage -> version
 
 
 @dataclass(frozen=True)
-class Table:
+class VersionTable:
     """The versions of weights that each microbatch uses, and the update to which it contributes.
 
     forward, backward  for each microbatch, the version that each stage reads
@@ -40,21 +40,21 @@ class Table:
 
     forward: tuple[Versions, ...]
     backward: tuple[Versions, ...]
-    made: tuple[int, ...]
-    stage: Mapping[str, int]
+    produced: tuple[int, ...]
+    stage_of: Mapping[str, int]
 
 
-def table_of(staged: Staged) -> Table | None:
+def version_table_of(staged: Staged) -> VersionTable | None:
     """Return the version table of a plan; None without updates inside the step."""
-    from schedlang.pipeline.timeline.versions import updates
+    from schedlang.pipeline.timeline.versions import update_versions
 
     timeline = staged.timeline
     if not timeline.stale:
         return None
-    made = tuple(updates(timeline).tolist())
+    made = tuple(update_versions(timeline).tolist())
     if max(made) == 1:
         return None  # one update a step, of all microbatches: the plain loop
-    return Table(*_versions_read(timeline), made, _stage_of_parameters(staged))
+    return VersionTable(*_versions_read(timeline), made, _stage_of_parameters(staged))
 
 
 def _versions_read(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ...]]:
@@ -78,7 +78,7 @@ def _stage_of_parameters(staged: Staged) -> dict[str, int]:
     return {name: stage for stage in range(cut.stages) for name in cut.parameters(stage)}
 
 
-SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
+HELP_SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 
 
 def check_stale(plan: Plan, staged: Staged) -> None:
@@ -92,13 +92,15 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     try:
         check_versions(staged.timeline)
     except TimelineError as error:
-        _refuse(f"the order uses wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
+        _refuse(
+            f"the order uses wrong versions of weights: {error}", row, helps=(HELP_SYNCHRONOUS,)
+        )
     clashes = chain(_stage_conflicts(plan, staged, row), _row_conflicts(plan, staged))
     for title, at, note, *helps in clashes:
         _refuse(title, at, notes=(note,), helps=tuple(helps))
 
 
-def check_build(staged: Staged, optimizer: Any, clip: float | None, on_meta: bool) -> None:
+def check_stale_options(staged: Staged, optimizer: Any, clip: float | None, on_meta: bool) -> None:
     """Refuse (S625) `clip` and a missing optimizer for an order that updates inside the step."""
     if not staged.timeline.stale:
         return
@@ -107,13 +109,13 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, on_meta: boo
             "`clip` needs one norm of all gradients: a stale order has none",
             None,
             notes=("the first stage makes several updates before the last one makes its first",),
-            helps=("leave `clip` out", SYNCHRONOUS),
+            helps=("leave `clip` out", HELP_SYNCHRONOUS),
         )
     if optimizer is None and not on_meta:
         _refuse(
             "this order updates weights inside the step, and needs an optimizer",
             None,
-            helps=("give one: `sch.build(batch=batch, optimizer=...)`", SYNCHRONOUS),
+            helps=("give one: `sch.build(batch=batch, optimizer=...)`", HELP_SYNCHRONOUS),
         )
 
 
@@ -131,7 +133,7 @@ def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator
             row,
             "with stale weights each rank runs one stage, with its own optimizer",
             "use a table with one stage on each rank",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
     if staged.axis is not None and staged.cut.shared:
         name, stages = next(iter(staged.cut.shared.items()))
@@ -141,7 +143,7 @@ def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator
             row,
             "a tied weight needs one update for all stages that use it",
             "untie it (`tie_word_embeddings=False` in most configs)",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
     if any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
         yield (
@@ -149,20 +151,20 @@ def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator
             _row(plan, Facet.STATE),
             "the order keeps each version of the full weights, and shards are of one version",
             "replicate them: `zero(stage=0, ...)`",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
 
 
 def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
     """Yield conflicts with rows that act once a step, or that use old versions of weights."""
-    early = plan.overlapping("gradients")
+    early = plan.find_overlap("gradients")
     if early is not None:
         yield (
             "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
             plan.origin(early),
             "the rank has no other stage whose backward could overlap with the sum",
             "use `overlap(transfers)` only",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
     if plan.compression is not None:  # the error of one update would be added at other weights
         yield (
@@ -170,15 +172,15 @@ def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
             plan.origin(plan.compression),
             "the error of compression is added to the gradient of the next step",
             "drop this row: gradients are then summed uncompressed",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
-    if plan.scaled is not None:
+    if plan.loss_scaling is not None:
         yield (
             "loss scaling may skip a step, but this order updates stages inside the step",
-            plan.origin(plan.scaled),
+            plan.origin(plan.loss_scaling),
             "whether gradients overflowed on any rank is known only at the end of a step",
             "use `cast(bf16)`, which needs no loss scale",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
     # versions are stored with the weights, and no update waits for other ranks' files
     bad = [s for s in plan.stores if s.what != "activations"]
@@ -189,7 +191,7 @@ def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
             plan.origin(bad[0]),
             "the order keeps the versions that it still needs on the device",
             "keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`",
-            SYNCHRONOUS,
+            HELP_SYNCHRONOUS,
         )
     again = _row(plan, Facet.RECOMPUTE)
     if again is not None and _is_backward_stale(staged):
@@ -205,7 +207,7 @@ def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
 def _is_backward_stale(staged: Staged) -> bool:
     """Return whether a backward reads another version of weights than its forward."""
 
-    table = table_of(staged)
+    table = version_table_of(staged)
     return table is not None and table.forward != table.backward
 
 
@@ -217,18 +219,23 @@ def _refuse(
     title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
 ) -> NoReturn:
     refusal = Refusal.of("S625", title, notes=notes, helps=helps)
-    raise at_its_row(refusal, row)
+    raise place_at_row(refusal, row)
 
 
-def whole_step(
+def find_gathered_step(
     a: Assembly, staged: Staged, optimizer: Callable[..., torch.optim.Optimizer] | None
-) -> WholeStep | None:
+) -> FullTensorStep | None:
     """Return the step that gathers full parameters for an optimizer, or None for shards.
 
     Refuses (S622), on all ranks, an optimizer that uses all parameters together, and an optimizer
     of full tensors where each stage updates by itself.
     """
-    from schedlang.runtime.optim.whole_step import WholeStep, dims_of, is_elementwise, is_tensorwise
+    from schedlang.runtime.optim.full_tensor_step import (
+        FullTensorStep,
+        dims_of,
+        is_elementwise,
+        is_tensorwise,
+    )
 
     holdings = a.holdings.values()
     dims = dims_of(a.holdings)
@@ -251,7 +258,7 @@ def whole_step(
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer, dims):
-        return WholeStep(a.parameters, a.holdings, a.ranks)
+        return FullTensorStep(a.parameters, a.holdings, a.ranks)
     _refuse_optimizer(
         "this optimizer does not update each parameter separately",
         f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
@@ -266,7 +273,7 @@ def _is_separate(optimizer: Callable[..., torch.optim.Optimizer], dims: Mapping[
 
     Returns True for an optimizer that fails on the small tensors of this trial.
     """
-    from schedlang.runtime.optim.whole_step import is_tensorwise
+    from schedlang.runtime.optim.full_tensor_step import is_tensorwise
 
     try:
         return is_tensorwise(optimizer, dims, in_turns=False)

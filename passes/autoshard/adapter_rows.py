@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.passes.complete.proposal import Row, call, planned
+from schedlang.passes.complete.proposed_rows import ProposedRow, make_call, plan_of_proposal
 from schedlang.passes.reduce_model.blocks import PROJECTIONS, Blocks, leaf_kind
 
 
@@ -16,7 +16,7 @@ class Adapters:
     kind: str
     rank: int
 
-    def rows(self, blocks: Blocks, notes: list[str]) -> list[Row]:
+    def rows(self, blocks: Blocks, notes: list[str]) -> list[ProposedRow]:
         """Propose rows for all projections within lists of blocks that can have an adapter.
 
         Appends to `notes` each projection that cannot, with the reason.  Raises Refusal S212 where
@@ -24,7 +24,7 @@ class Adapters:
         """
         legal: dict[str, list[str]] = {}  # by the module that holds them
         said: list[str] = []
-        for name, group in blocks.named.items():
+        for name, group in blocks.modules_by_name.items():
             if "*" not in name or leaf_kind(blocks.facts.sites[group[0]]) not in PROJECTIONS:
                 continue
             if (refused := self._refused(blocks, name)) is None:
@@ -38,13 +38,13 @@ class Adapters:
         notes += said
         return [self._row(*names) for names in legal.values()]
 
-    def _row(self, *names: str) -> Row:
-        return Row(names, call("adapt", self.kind, rank=self.rank))
+    def _row(self, *names: str) -> ProposedRow:
+        return ProposedRow(names, make_call("adapt", self.kind, rank=self.rank))
 
     def _refused(self, blocks: Blocks, name: str) -> Refusal | None:
         """Return the refusal of the row at these modules alone, or None."""
         try:
-            planned([self._row(name)], blocks, {}, "adapters", "model")
+            plan_of_proposal([self._row(name)], blocks, {}, "adapters", "model")
         except Refusal as refused:
             return refused
         return None

@@ -17,14 +17,20 @@ from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.language import lift
 from schedlang.language import nodes as n
-from schedlang.passes.complete.proposal import (
-    Row,
-    Trial,
-    call,
+from schedlang.passes.complete.proposed_rows import (
+    ProposedRow,
+    RowTrial,
+    make_call,
     names_text,
-    planned,
+    plan_of_proposal,
 )
-from schedlang.passes.complete.tensor_rows import Finder, Flow, flows, split_rows, variants
+from schedlang.passes.complete.tensor_rows import (
+    Flow,
+    RowFinder,
+    find_flows,
+    flow_variants,
+    rows_of_flow,
+)
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of
 
 Loss = Callable[..., Any]
@@ -34,7 +40,7 @@ Loss = Callable[..., Any]
 class _StartedRows:
     """The rows above `complete`, by common names of modules, and the blocks with these rows."""
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, ProposedRow]
     places: frozenset[str]
     line: Label
 
@@ -43,13 +49,13 @@ class _StartedRows:
         return [name for name in (*flow.sources, *flow.sinks) if name in self.rows]
 
 
-def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = None) -> Plan:
+def complete_plan(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = None) -> Plan:
     """Return the plan with the rows that its `complete` rows stand for.
 
     Raises Refusal at the `complete` row: S426 where rows can be completed in several ways, S427
     where they cannot be completed, S605 without a batch, which the trace of the model needs.
     """
-    for axis, row in [(one.axis, plan.origin(one)) for one in plan.completing]:
+    for axis, row in [(one.axis, plan.origin(one)) for one in plan.completions]:
         assert row is not None
         if batch is None:
             raise Refusal.of(
@@ -60,7 +66,7 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
             )
         if plan.mesh.size(axis) > 1:
             plan = _complete_axis(plan, axis, batch, loss, row)
-    return replace(plan, completing=())
+    return replace(plan, completions=())
 
 
 def _complete_axis(
@@ -68,7 +74,7 @@ def _complete_axis(
 ) -> Plan:
     """Return the plan with the added rows of one axis, in the order of the flows."""
     blocks = blocks_of(plan.model)
-    trial = Trial(plan.model, blocks, batch, loss)
+    trial = RowTrial(plan.model, blocks, batch, loss)
     known = len(plan.actions)
     for started in _find_started(plan, axis, blocks, row):
         done = {fqn for action in plan.actions[known:] for fqn in action.sites}
@@ -79,15 +85,20 @@ def _complete_axis(
 
 
 def _complete_blocks(
-    plan: Plan, axis: str, trial: Trial, started: _StartedRows, row: Action, done: Collection[str]
+    plan: Plan,
+    axis: str,
+    trial: RowTrial,
+    started: _StartedRows,
+    row: Action,
+    done: Collection[str],
 ) -> Plan:
     """Return the plan with the added rows of blocks that have equal rows above.
 
     Modules in `done` have added rows already, and are skipped.
     """
     blocks = trial.blocks
-    finder = Finder(trial, axis, plan.mesh.size(axis), _shape_rows(plan, blocks), [])
-    for flow in flows(trial.fed.uses, trial.blocks):
+    finder = RowFinder(trial, axis, plan.mesh.size(axis), _shape_rows(plan, blocks), [])
+    for flow in find_flows(trial.feeds.uses, trial.blocks):
         if started.of(flow):
             _complete_flow(finder, flow, started)
     _refuse_unpaired(finder, started)
@@ -95,7 +106,7 @@ def _complete_blocks(
     own = (*started.rows.values(), *_shape_rows(plan, blocks))
     added = [one for one in finder.rows if one not in own]
     for action in _actions_of(plan, axis, blocks, added):
-        places = ((fqn, blocks.around(fqn)) for fqn in action.sites)
+        places = ((fqn, blocks.enclosing_block(fqn)) for fqn in action.sites)
         sites = [fqn for fqn, place in places if not place or place in started.places]
         sites = [fqn for fqn in sites if fqn not in done]
         plan = _add_row(plan, action, sites, row) if sites else plan
@@ -112,12 +123,12 @@ def _placement_rows(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
 
 def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_StartedRows]:
     """Return the rows above, grouped by blocks of a list with equal rows; S425 without rows."""
-    found: dict[str, dict[str, Row]] = {}
+    found: dict[str, dict[str, ProposedRow]] = {}
     for action in _placement_rows(plan, axis, row):
         for fqn in action.sites:
-            name = blocks.common(fqn)
-            one = Row((name,), lift.call_of(action.primitive))
-            found.setdefault(blocks.around(fqn), {}).setdefault(name, one)
+            name = blocks.common_name(fqn)
+            one = ProposedRow((name,), lift.call_of(action.primitive))
+            found.setdefault(blocks.enclosing_block(fqn), {}).setdefault(name, one)
     if not found:
         raise Refusal.of(
             "S425",
@@ -129,7 +140,7 @@ def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_S
             ),
         )
     outside = found.pop("", {})
-    lists: dict[str, dict[tuple[Row, ...], list[str]]] = {}
+    lists: dict[str, dict[tuple[ProposedRow, ...], list[str]]] = {}
     for place, rows in found.items():
         groups = lists.setdefault(next(iter(rows)).rpartition("*")[0], {})
         groups.setdefault(tuple(rows.values()), []).append(place)
@@ -144,29 +155,29 @@ def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_S
     ] or [_StartedRows(outside, frozenset(), Label(row.span))]
 
 
-def _shape_rows(plan: Plan, blocks: Blocks) -> list[Row]:
+def _shape_rows(plan: Plan, blocks: Blocks) -> list[ProposedRow]:
     """Return the rows that change shapes (padding), on which splits depend."""
     rows = [
-        Row((blocks.common(fqn),), lift.call_of(action.primitive))
+        ProposedRow((blocks.common_name(fqn),), lift.call_of(action.primitive))
         for action in plan.rows_changing(Facet.SHAPE)
         for fqn in action.sites
     ]
     return list(dict.fromkeys(rows))
 
 
-def _complete_flow(finder: Finder, flow: Flow, started: _StartedRows) -> None:
+def _complete_flow(finder: RowFinder, flow: Flow, started: _StartedRows) -> None:
     """Add the missing rows of a flow; refuse (S426, S427) unless exactly one form is legal."""
     known = (started.rows[name] for name in flow.sources if name in started.rows)
     if any(one.argument("output") == n.Name(("R",)) for one in known):
         finder.rows += [started.rows[name] for name in started.of(flow)]
         return  # outputs of its sources are gathered: no other row is needed
-    legal: list[list[Row]] = []
+    legal: list[list[ProposedRow]] = []
     reason = ""
-    for one in variants(flow):
+    for one in flow_variants(flow):
         if not set(started.of(flow)) <= {*one.sources, *one.sinks}:
             continue
-        rows = [started.rows.get(row.names[0], row) for row in split_rows(finder, one)]
-        made = finder.mended(rows)
+        rows = [started.rows.get(row.names[0], row) for row in rows_of_flow(finder, one)]
+        made = finder.repair_rows(rows)
         if isinstance(made, str):
             reason = reason or made
         elif made not in legal:
@@ -178,30 +189,32 @@ def _complete_flow(finder: Finder, flow: Flow, started: _StartedRows) -> None:
     finder.rows += legal[0]
 
 
-def _refuse_unpaired(finder: Finder, started: _StartedRows) -> None:
+def _refuse_unpaired(finder: RowFinder, started: _StartedRows) -> None:
     """Refuse (S426) a row at a projection in the middle of a chain.
 
     Its output may be reduced by the next projection or gathered; both are legal.
     """
-    blocks, uses = finder.trial.blocks, finder.trial.fed.uses
+    blocks, uses = finder.trial.blocks, finder.trial.feeds.uses
     for name, row in started.rows.items():
-        splits = row.changes(Facet.PLACEMENT) and row.style == "col"
+        splits = row.changes_facet(Facet.PLACEMENT) and row.style == "col"
         if row in finder.rows or not splits or row.argument("output") is not None:
             continue
         readers = {
-            blocks.common(f) for f, use in uses.items() if name in map(blocks.common, use.reads)
+            blocks.common_name(f)
+            for f, use in uses.items()
+            if name in map(blocks.common_name, use.reads)
         }
-        after = call("shard", "row", over=finder.axis)
-        rows = [row, *(Row((reader,), after) for reader in readers)]
+        after = make_call("shard", "row", over=finder.axis)
+        rows = [row, *(ProposedRow((reader,), after) for reader in readers)]
         gathered = [row.with_argument("output", R)]
-        if readers and isinstance(finder.mended(rows), list):
+        if readers and isinstance(finder.repair_rows(rows), list):
             flow = Flow((name,), tuple(readers))
             raise Refusal(_several_completions(flow, started, [rows[1:], gathered]))
 
 
-def _complete_rest(finder: Finder, started: _StartedRows) -> None:
+def _complete_rest(finder: RowFinder, started: _StartedRows) -> None:
     """Add the rows that start no flow, and rows for other names of split weights (S427)."""
-    made = finder.mended([row for row in started.rows.values() if row not in finder.rows])
+    made = finder.repair_rows([row for row in started.rows.values() if row not in finder.rows])
     if isinstance(made, str):
         raise Refusal.of(
             "S427",
@@ -212,8 +225,8 @@ def _complete_rest(finder: Finder, started: _StartedRows) -> None:
     finder.rows += made
 
 
-def _no_completion(finder: Finder, flow: Flow, started: _StartedRows, reason: str) -> Diagnostic:
-    more = (row for row in split_rows(finder, flow) if row.names[0] not in started.rows)
+def _no_completion(finder: RowFinder, flow: Flow, started: _StartedRows, reason: str) -> Diagnostic:
+    more = (row for row in rows_of_flow(finder, flow) if row.names[0] not in started.rows)
     rows = "; ".join(f"`{row}`" for row in more)
     gathered = [n for n in flow.sources if n in started.rows]
     helps = [
@@ -230,7 +243,7 @@ def _no_completion(finder: Finder, flow: Flow, started: _StartedRows, reason: st
 
 
 def _several_completions(
-    flow: Flow, started: _StartedRows, legal: Sequence[Sequence[Row]]
+    flow: Flow, started: _StartedRows, legal: Sequence[Sequence[ProposedRow]]
 ) -> Diagnostic:
     texts = [
         "; ".join(f"`{row}`" for row in rows if row not in started.rows.values()) for rows in legal
@@ -251,10 +264,14 @@ def _add_row(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Pl
         raise refusal.at(at.span) from refusal
 
 
-def _actions_of(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iterator[Action]:
+def _actions_of(
+    plan: Plan, axis: str, blocks: Blocks, rows: Sequence[ProposedRow]
+) -> Iterator[Action]:
     """Yield proposed rows, at all modules of their names, as actions of a separate plan."""
     if not rows:
         return
     every = (*_shape_rows(plan, blocks), *rows)
-    made = planned(every, blocks.of(plan.model), {axis: plan.mesh.size(axis)}, "completed")
+    made = plan_of_proposal(
+        every, blocks.in_model(plan.model), {axis: plan.mesh.size(axis)}, "completed"
+    )
     yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

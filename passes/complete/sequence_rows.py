@@ -11,22 +11,24 @@ from collections.abc import Iterator, Sequence
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import R, S
-from schedlang.passes.complete.proposal import Row, Trial, call
+from schedlang.passes.complete.proposed_rows import ProposedRow, RowTrial, make_call
 from schedlang.passes.reduce_model.blocks import Blocks
 
 SEQUENCE = S("seq")
 
 
-def sequence_rows(trial: Trial, rows: Sequence[Row], axis: str, ranks: int) -> list[Row]:
+def sequence_rows(
+    trial: RowTrial, rows: Sequence[ProposedRow], axis: str, ranks: int
+) -> list[ProposedRow]:
     """Return the rows of tensor parallelism, extended by those of sequence parallelism.
 
     Raises Refusal S212 where no form of these rows is legal.
     """
     why = "no block has a projection whose output is all-reduced"
-    summed = [row for row in rows if row.style == "row" and trial.blocks.inside(row.names[0])]
+    summed = [row for row in rows if row.style == "row" and trial.blocks.is_inside(row.names[0])]
     for norms in _norms(trial.blocks, rows) if summed else ():
         made = _with_norms(trial.blocks, rows, norms, axis)
-        found = trial.refusal(made, axis, ranks)
+        found = trial.find_refusal(made, axis, ranks)
         if found is None:
             return made
         why = found[0].diagnostic.title
@@ -34,7 +36,7 @@ def sequence_rows(trial: Trial, rows: Sequence[Row], axis: str, ranks: int) -> l
     raise Refusal.of("S212", title, notes=(why,), helps=("split tensors alone",))
 
 
-def _norms(blocks: Blocks, rows: Sequence[Row]) -> Iterator[list[str]]:
+def _norms(blocks: Blocks, rows: Sequence[ProposedRow]) -> Iterator[list[str]]:
     """Yield common names of modules inside blocks whose parameters are all vectors.
 
     Yields first those that are not siblings of split projections, then all.
@@ -42,9 +44,9 @@ def _norms(blocks: Blocks, rows: Sequence[Row]) -> Iterator[list[str]]:
     split = {name for row in rows for name in row.names}
     parents = {name.rpartition(".")[0] for name in split}
     found = []
-    for name, group in blocks.named.items():
+    for name, group in blocks.modules_by_name.items():
         shapes = [len(fact.shape) for fact in blocks.facts.sites[group[0]].parameters.values()]
-        if blocks.inside(name) and name not in split and shapes and max(shapes) == 1:
+        if blocks.is_inside(name) and name not in split and shapes and max(shapes) == 1:
             found.append(name)
     direct = [name for name in found if name.rpartition(".")[0] not in parents]
     yield direct
@@ -52,24 +54,28 @@ def _norms(blocks: Blocks, rows: Sequence[Row]) -> Iterator[list[str]]:
         yield found
 
 
-def _with_norms(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str) -> list[Row]:
-    parts = call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
-    enter = call("shard", input=SEQUENCE, over=axis)
-    leave = call("shard", input=SEQUENCE, output=R, over=axis)
+def _with_norms(
+    blocks: Blocks, rows: Sequence[ProposedRow], norms: Sequence[str], axis: str
+) -> list[ProposedRow]:
+    parts = make_call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
+    enter = make_call("shard", input=SEQUENCE, over=axis)
+    leave = make_call("shard", input=SEQUENCE, output=R, over=axis)
     made = [
         row.with_argument("output", SEQUENCE)
-        if row.style == "row" and blocks.inside(row.names[0])
+        if row.style == "row" and blocks.is_inside(row.names[0])
         else row
         for row in rows
     ]
-    above = [row for row in made if not blocks.inside(row.names[0])]
-    below = [row for row in made if blocks.inside(row.names[0])]
+    above = [row for row in made if not blocks.is_inside(row.names[0])]
+    below = [row for row in made if blocks.is_inside(row.names[0])]
     for trunk, after in _list_ends(blocks):
         first = blocks.facts.children(trunk)[0]
-        above.append(Row((f"{trunk}.{first}",), enter, "masks and positions are made of the whole"))
+        above.append(
+            ProposedRow((f"{trunk}.{first}",), enter, "masks and positions are made of the whole")
+        )
         if after:
-            above.append(Row((after,), leave))
-    return [*above, *(Row((name,), parts, "some tokens") for name in norms), *below]
+            above.append(ProposedRow((after,), leave))
+    return [*above, *(ProposedRow((name,), parts, "some tokens") for name in norms), *below]
 
 
 def _list_ends(blocks: Blocks) -> Iterator[tuple[str, str]]:

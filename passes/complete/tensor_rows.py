@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from schedlang.ir.model import Site
 from schedlang.ir.placement import R, S
 from schedlang.language import nodes as n
-from schedlang.passes.complete.proposal import Row, call, names_text
-from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, splits
+from schedlang.passes.complete.proposed_rows import ProposedRow, make_call, names_text
+from schedlang.passes.reduce_model.blocks import TABLES, Blocks, can_split_module, leaf_kind
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.passes.complete.proposal import Trial
-    from schedlang.runtime.propagation.feeds import Use
+    from schedlang.passes.complete.proposed_rows import RowTrial
+    from schedlang.runtime.propagation.sources import ProjectionUse
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Flow:
         return frozenset((*self.sources, *self.sinks))
 
 
-def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
+def find_flows(uses: Mapping[str, ProjectionUse], blocks: Blocks) -> tuple[Flow, ...]:
     """Return the flows of a model, in the order of their first calls.
 
     A sink is a projection that reads only outputs of other projections, and not the residual
@@ -53,7 +53,7 @@ def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
     roles: dict[str, str] = {}
     for fqn, use in sorted(uses.items(), key=lambda item: -item[1].order):
         reads = _sources_of(fqn, use, uses, blocks)
-        if not reads or roles.get(fqn) == "source" or not splits(blocks.facts, fqn):
+        if not reads or roles.get(fqn) == "source" or not can_split_module(blocks.facts, fqn):
             continue
         reads = {name for name in reads if roles.get(name) != "sink"}
         if not reads:
@@ -71,27 +71,29 @@ class _Group:
     mixed: bool
 
 
-def _sources_of(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set[str]:
+def _sources_of(
+    fqn: str, use: ProjectionUse, uses: Mapping[str, ProjectionUse], blocks: Blocks
+) -> set[str]:
     """Return the projections that a projection reads; empty if it also reads anything else."""
-    from schedlang.runtime.propagation.feeds import MIXED, STREAM
+    from schedlang.runtime.propagation.sources import MIXED, STREAM
 
     everywhere = not blocks.lists
     kind = leaf_kind(blocks.facts.sites[fqn])
     found = set(use.reads) - {MIXED}
-    if kind in TABLES or STREAM in found or not (everywhere or blocks.inside(fqn)):
+    if kind in TABLES or STREAM in found or not (everywhere or blocks.is_inside(fqn)):
         return set()
-    return found if all(everywhere or blocks.inside(name) for name in found) else set()
+    return found if all(everywhere or blocks.is_inside(name) for name in found) else set()
 
 
 def _merge_groups(
-    groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks
+    groups: list[_Group], uses: Mapping[str, ProjectionUse], blocks: Blocks
 ) -> tuple[Flow, ...]:
     """Return flows with names common to all blocks; groups that share a name are merged."""
     made: list[_Group] = []
     for group in reversed(groups):
         mine = _Group(
-            {blocks.common(name) for name in group.sources},
-            {blocks.common(name) for name in group.sinks},
+            {blocks.common_name(name) for name in group.sources},
+            {blocks.common_name(name) for name in group.sinks},
             group.mixed,
         )
         for other in [o for o in made if (o.sources | o.sinks) & (mine.sources | mine.sinks)]:
@@ -103,9 +105,9 @@ def _merge_groups(
     order: dict[str, int] = {}
     readers: dict[str, set[str]] = {}
     for fqn, use in uses.items():
-        order.setdefault(blocks.common(fqn), use.order)
+        order.setdefault(blocks.common_name(fqn), use.order)
         for name in use.reads:
-            readers.setdefault(blocks.common(name), set()).add(blocks.common(fqn))
+            readers.setdefault(blocks.common_name(name), set()).add(blocks.common_name(fqn))
     found = [_flow_of(group, order, readers) for group in made]
     return tuple(sorted(found, key=lambda flow: min(order[name] for name in flow.names)))
 
@@ -119,7 +121,7 @@ def _flow_of(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[
     return Flow(tuple(sources), sinks, group.mixed, impure, others)
 
 
-def variants(flow: Flow) -> tuple[Flow, ...]:
+def flow_variants(flow: Flow) -> tuple[Flow, ...]:
     """Return the flow, the flow with `others` as sinks, and the flow without impure sources."""
     if not flow.impure:
         return (flow,)
@@ -129,34 +131,36 @@ def variants(flow: Flow) -> tuple[Flow, ...]:
     return (flow, wide, *narrow)
 
 
-ASKED = ("blocks", "heads", "uneven")  # arguments that refusals offer in their facts
-MOST = 8  # remedies for one flow
-SAID = 200  # characters of a reason
+REMEDY_ARGUMENTS = ("blocks", "heads", "uneven")  # arguments that refusals offer in their facts
+MAX_REMEDIES = 8  # remedies for one flow
+MAX_REASON = 200  # characters of a reason
 
 
 @dataclass
-class Finder:
+class RowFinder:
     """The rows found so far; further rows are tried together with these."""
 
-    trial: Trial
+    trial: RowTrial
     axis: str
     ranks: int
-    rows: list[Row]
+    rows: list[ProposedRow]
     notes: list[str]
-    left: set[str] = field(default_factory=set)  # names with a note why they stay replicated
-    blamed: int = -1  # index of the row that the last refusal names; -1: none
+    replicated_names: set[str] = field(
+        default_factory=set
+    )  # names with a note why they stay replicated
+    blamed_row: int = -1  # index of the row that the last refusal names; -1: none
 
-    def mended(self, rows: Sequence[Row]) -> list[Row] | str:
+    def repair_rows(self, rows: Sequence[ProposedRow]) -> list[ProposedRow] | str:
         """Return rows, repaired by the remedies of their refusals, or the reason why not legal."""
         rows, reason, counted = list(rows), "", ""
-        for _ in range(MOST):
-            found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
+        for _ in range(MAX_REMEDIES):
+            found = self.trial.find_refusal([*self.rows, *rows], self.axis, self.ranks)
             if found is None:
                 return rows
             refusal, place = found
             reason = _reason(refusal)
             place -= len(self.rows)
-            self.blamed = place if 0 <= place < len(rows) else -1
+            self.blamed_row = place if 0 <= place < len(rows) else -1
             more = self._missing_row(refusal)
             if more is not None and more not in rows:
                 rows.append(more)
@@ -169,19 +173,24 @@ class Finder:
             rows = better
         return counted or reason
 
-    def _with_remedies(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
+    def _with_remedies(
+        self, rows: list[ProposedRow], place: int, refusal: Refusal
+    ) -> list[ProposedRow]:
         """Return rows with the arguments that a refusal offers for one; heads change all rows."""
-        offers = {name: found for name in ASKED if (found := refusal.diagnostic.fact(name))}
+        offers = {
+            name: found for name in REMEDY_ARGUMENTS if (found := refusal.diagnostic.fact(name))
+        }
         if "heads" in offers:
             size = self._width(rows[place]) // _count_blocks(rows[place]) // int(offers["heads"])
-            return [self.uneven(row, size) for row in rows] if size else rows
+            return [self.with_uneven_heads(row, size) for row in rows] if size else rows
         better = rows[place]
         for name, value in offers.items():
             better = better.with_argument(name, _value_of(value))
         return [*rows[:place], better, *rows[place + 1 :]]
 
-    def uneven(self, row: Row, size: int) -> Row:
-        """Return a row with `heads` and `uneven`, if ranks do not divide its heads of `size`."""
+    def with_uneven_heads(self, row: ProposedRow, size: int) -> ProposedRow:
+        """Return a row with `heads` and `with_uneven_heads`, if ranks do not divide its heads of
+        `size`."""
         blocks = _count_blocks(row)
         heads, rest = divmod(self._width(row), size * blocks)
         if rest or heads % self.ranks == 0 or isinstance(row.argument("blocks"), n.List):
@@ -190,15 +199,15 @@ class Finder:
         row = row.with_argument("heads", heads)
         return row.with_argument("uneven", "replicate" if shared else "pad")
 
-    def _width(self, row: Row) -> int:
+    def _width(self, row: ProposedRow) -> int:
         """Return the size of the dim that a row splits: outputs, or inputs for the style `row`."""
         blocks = self.trial.blocks
-        site = blocks.facts.sites[blocks.named[row.names[0]][0]]
+        site = blocks.facts.sites[blocks.modules_by_name[row.names[0]][0]]
         dims = site.dims.get("weight", ())
         dim = "in" if row.style == "row" else "out"
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
-    def _missing_row(self, refusal: Refusal) -> Row | None:
+    def _missing_row(self, refusal: Refusal) -> ProposedRow | None:
         """Return the row for another module that a refusal names, or None.
 
         The module shares a split weight, or its parameter is combined with a split tensor.
@@ -206,49 +215,49 @@ class Finder:
         module, splits = map(refusal.diagnostic.fact, ("module", "splits"))
         if module is not None and splits is not None:
             dims = (one.split("=") for one in splits.split(", "))
-            made = call("shard", **{name: S(int(dim)) for name, dim in dims}, over=self.axis)
-            return Row((self.trial.blocks.common(module),), made, "for its heads")
+            made = make_call("shard", **{name: S(int(dim)) for name, dim in dims}, over=self.axis)
+            return ProposedRow((self.trial.blocks.common_name(module),), made, "for its heads")
         name = refusal.diagnostic.fact("parameter")
         if name is None:
             return None
         owner, _, parameter = name.rpartition(".")
         blocks = self.trial.blocks
         if leaf_kind(blocks.facts.sites[owner]):
-            made = call("shard", "vocab", over=self.axis)
+            made = make_call("shard", "vocab", over=self.axis)
         else:
-            made = call("shard", **{parameter: S(0)}, over=self.axis)
-        return Row((blocks.common(owner),), made, "the same weight")
+            made = make_call("shard", **{parameter: S(0)}, over=self.axis)
+        return ProposedRow((blocks.common_name(owner),), made, "the same weight")
 
-    def whole(self, names: Sequence[str], why: str) -> None:
+    def note_replicated(self, names: Sequence[str], why: str) -> None:
         """Note modules that stay replicated, and the reason."""
-        self.left.update(names)
+        self.replicated_names.update(names)
         self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 
-def tensor_rows(finder: Finder) -> None:
+def add_tensor_rows(finder: RowFinder) -> None:
     """Add the rows of each flow that is legal with the rows before; note the other flows."""
     taken: set[str] = set()
-    for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+    for flow in find_flows(finder.trial.feeds.uses, finder.trial.blocks):
         if flow.names & taken:
             continue  # it reads the sources of an earlier flow, and became a sink of that flow
         why = _try_flow(finder, flow)
         if why:
-            finder.whole((*flow.sources, *flow.sinks), why)
+            finder.note_replicated((*flow.sources, *flow.sinks), why)
         taken |= {name for row in finder.rows for name in row.names} & {*flow.others}
 
 
-def _try_flow(finder: Finder, flow: Flow) -> str:
+def _try_flow(finder: RowFinder, flow: Flow) -> str:
     """Add the rows of a flow in its first legal form and return ""; else return the reason."""
     reason = ""
     for rows in _forms(finder, flow):
-        made = finder.mended(rows)
+        made = finder.repair_rows(rows)
         if isinstance(made, list):
             finder.rows += made
             return ""
         reason = made
     convolves = any(not _kind(finder, name) for name in flow.sources)
-    for one in () if convolves else variants(flow):  # full images are too large to be gathered
-        made = finder.mended(_gathering_rows(finder, one))
+    for one in () if convolves else flow_variants(flow):  # full images are too large to be gathered
+        made = finder.repair_rows(_gathering_rows(finder, one))
         if isinstance(made, list):
             finder.rows += made
             finder.notes.append(f"gathered: {names_text(one.sources)}: {reason}")
@@ -256,17 +265,17 @@ def _try_flow(finder: Finder, flow: Flow) -> str:
     return reason
 
 
-def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
+def _forms(finder: RowFinder, flow: Flow) -> Iterator[list[ProposedRow]]:
     """Yield forms of a flow's rows: with blocks that the model splits outputs into, and without.
 
     Where a view splits outputs twice, the first number may count blocks side by side (q, k and v)
     or heads: both are tried.
     """
-    for one in variants(flow):
-        plain = split_rows(finder, one)
+    for one in flow_variants(flow):
+        plain = rows_of_flow(finder, one)
         sizes = {_head_size(finder, name) for name in one.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
-            plain = [finder.uneven(row, size) for row in plain]
+            plain = [finder.with_uneven_heads(row, size) for row in plain]
         packed = [_with_part_sizes(finder, row) for row in plain]
         viewed = [_with_view_blocks(finder, row) for row in plain]
         for form in (packed, viewed):
@@ -275,7 +284,7 @@ def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
         yield plain
 
 
-def split_rows(finder: Finder, flow: Flow) -> list[Row]:
+def rows_of_flow(finder: RowFinder, flow: Flow) -> list[ProposedRow]:
     """Return the rows of a flow: its sources split by outputs, its sinks by inputs."""
     comment = "split by heads" if flow.mixed else "split by width"
     rows = []
@@ -283,56 +292,56 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
         comment = "split by channels"
     for name in flow.sources:
         if _kind(finder, name) in TABLES:
-            split = call("shard", weight=S("hidden"), over=finder.axis)
+            split = make_call("shard", weight=S("hidden"), over=finder.axis)
         else:
-            split = call("shard", "col", over=finder.axis)
-        rows.append(Row((name,), split, comment))
-    summed = call("shard", "row", over=finder.axis)
-    return [*rows, *(Row((name,), summed, "parts are summed") for name in flow.sinks)]
+            split = make_call("shard", "col", over=finder.axis)
+        rows.append(ProposedRow((name,), split, comment))
+    summed = make_call("shard", "row", over=finder.axis)
+    return [*rows, *(ProposedRow((name,), summed, "parts are summed") for name in flow.sinks)]
 
 
-def _gathering_rows(finder: Finder, flow: Flow) -> list[Row]:
-    gathered = call("shard", "col", output=R, over=finder.axis)
-    summed = call("shard", "row", over=finder.axis)
+def _gathering_rows(finder: RowFinder, flow: Flow) -> list[ProposedRow]:
+    gathered = make_call("shard", "col", output=R, over=finder.axis)
+    summed = make_call("shard", "row", over=finder.axis)
     tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
     return [
         *(
-            Row((name,), gathered, "split, then gathered")
+            ProposedRow((name,), gathered, "split, then gathered")
             for name in flow.sources
             if name not in tables
         ),
-        *(Row((name,), summed, "parts are summed") for name in flow.sinks),
+        *(ProposedRow((name,), summed, "parts are summed") for name in flow.sinks),
     ]
 
 
-def _with_part_sizes(finder: Finder, row: Row) -> Row:
+def _with_part_sizes(finder: RowFinder, row: ProposedRow) -> ProposedRow:
     """Return a row with `blocks`: the sizes of the parts into which the model splits outputs."""
     blocks = finder.trial.blocks
-    first = blocks.named[row.names[0]][0]
-    parts = finder.trial.fed.parts.get(first, [])
+    first = blocks.modules_by_name[row.names[0]][0]
+    parts = finder.trial.feeds.piece_sizes.get(first, [])
     site = blocks.facts.sites[first]
     if row.style != "col" or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument("blocks", parts if len(set(parts)) > 1 else len(parts))
 
 
-def _count_blocks(row: Row) -> int:
+def _count_blocks(row: ProposedRow) -> int:
     """Return the number of equal blocks in the dim that a row splits; each block has its heads."""
     blocks = row.argument("blocks")
     return int(blocks.text) if isinstance(blocks, n.Lit) else 1
 
 
-def _with_view_blocks(finder: Finder, row: Row) -> Row:
+def _with_view_blocks(finder: RowFinder, row: ProposedRow) -> ProposedRow:
     """Return a row with `blocks`: the first number into which a view splits outputs."""
-    first = finder.trial.blocks.named[row.names[0]][0]
-    count = finder.trial.fed.packed.get(first, 0)
+    first = finder.trial.blocks.modules_by_name[row.names[0]][0]
+    count = finder.trial.feeds.packed.get(first, 0)
     splits = row.style == "col" and count > 1
     return row.with_argument("blocks", count) if splits else row
 
 
-def _head_size(finder: Finder, name: str) -> int:
+def _head_size(finder: RowFinder, name: str) -> int:
     """Return the size of the heads into which a projection's outputs are split, or 0."""
-    return finder.trial.fed.heads.get(finder.trial.blocks.named[name][0], 0)
+    return finder.trial.feeds.head_sizes.get(finder.trial.blocks.modules_by_name[name][0], 0)
 
 
 def outputs_of(site: object) -> int:
@@ -341,9 +350,9 @@ def outputs_of(site: object) -> int:
     return site.parameters["weight"].shape[site.dims["weight"].index("out")]
 
 
-def _kind(finder: Finder, name: str) -> str:
+def _kind(finder: RowFinder, name: str) -> str:
     blocks = finder.trial.blocks
-    return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+    return leaf_kind(blocks.facts.sites[blocks.modules_by_name[name][0]])
 
 
 def _value_of(fact: str) -> object:
@@ -353,4 +362,4 @@ def _value_of(fact: str) -> object:
 
 def _reason(refusal: Refusal) -> str:
     """Return the title of a refusal, with the line of the model if known."""
-    return refusal.diagnostic.title[:SAID] + (refusal.diagnostic.fact("line") or "")
+    return refusal.diagnostic.title[:MAX_REASON] + (refusal.diagnostic.fact("line") or "")

@@ -19,10 +19,10 @@ from schedlang.diagnostics.diagnostic import (
     Facts,
     Label,
     Refusal,
-    closest,
-    guess,
-    quoted,
-    unknown,
+    facts_of_unknown,
+    find_closest,
+    quote_names,
+    suggest_name,
 )
 from schedlang.diagnostics.source import Span
 from schedlang.ir.annotations import BOUNDS, Expectation
@@ -30,18 +30,38 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
 from schedlang.language import patterns, printer
-from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
-from schedlang.language.knob import alternatives, decided, declare, unknown_settings
+from schedlang.language.kinds import Axis, Mismatch, UnknownAxis, convert, describe
+from schedlang.language.knob import (
+    find_alternatives,
+    format_settings,
+    make_knob,
+    refuse_unknown_settings,
+)
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, evaluate, shown
-from schedlang.passes.elaborate import bases
-from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
+from schedlang.language.value import (
+    UNKNOWN,
+    AxisSize,
+    Bytes,
+    Names,
+    Seconds,
+    evaluate,
+    show_value,
+    unknown_words,
+)
+from schedlang.passes.elaborate import base_schedules
+from schedlang.passes.elaborate.state import (
+    Definition,
+    Settings,
+    State,
+    initial_state,
+    unknown_primitive,
+)
 
 if TYPE_CHECKING:
     from schedlang.ir.annotations import Expectation
 
 
-TYPES: Mapping[str, Any] = {
+PARAMETER_TYPES: Mapping[str, Any] = {
     "axis": Axis,
     "int": int,
     "float": float,
@@ -71,7 +91,7 @@ def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping
     lacking = [name for name in names if name not in found]
     if lacking:
         also = (Label(node.span, "defined here"),) if node.span else ()
-        title = f"`{call.name.text}` needs {quoted(lacking)}"
+        title = f"`{call.name.text}` needs {quote_names(lacking)}"
         raise Refusal.of("S305", title, Label(call.span), also)
     return found
 
@@ -82,14 +102,14 @@ def _parameter_of(
     """Return the name of the parameter that an argument is for, and remove it from `free`."""
     title = ""
     facts: Facts = ()
-    helps = (f"it takes {quoted(names)}",) if names else ("it takes none",)
+    helps = (f"it takes {quote_names(names)}",) if names else ("it takes none",)
     if isinstance(arg, n.Keyword):
         if arg.name in free:
             free.remove(arg.name)
             return arg.name
         title = f"`{call.name.text}` takes no argument `{arg.name}`"
-        helps = (guess(arg.name, names, "it takes"),) if names else helps
-        facts = unknown(arg.name, names)
+        helps = (suggest_name(arg.name, names, "it takes"),) if names else helps
+        facts = facts_of_unknown(arg.name, names)
         if arg.name in found:
             title, helps, facts = f"`{arg.name}` is given twice", ("drop one",), ()
     elif free:
@@ -103,36 +123,36 @@ def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     """Return a value converted to the type of its parameter (S102, S204, S304)."""
     if param.type is None or value is UNKNOWN:
         return value
-    if param.type not in TYPES:
+    if param.type not in PARAMETER_TYPES:
         title = f"a parameter cannot be of type `{param.type}`"
-        help_ = guess(param.type, TYPES, "choose one of")
-        facts = unknown(param.type, TYPES)
+        help_ = suggest_name(param.type, PARAMETER_TYPES, "choose one of")
+        facts = facts_of_unknown(param.type, PARAMETER_TYPES)
         raise Refusal.of("S102", title, Label(param.span), helps=(help_,), facts=facts)
-    kind = TYPES[param.type]
+    kind = PARAMETER_TYPES[param.type]
     try:
         made = convert(kind, value, names.axes)
-    except NoAxis as axis:
+    except UnknownAxis as axis:
         _refuse_axis(str(axis), node, names)
     except Mismatch:
         title = f"`{param.name}` must be {describe(kind)}"
-        label = Label(node.span, f"this is {shown(value)}")
-        raise Refusal.of("S304", title, label, facts=bare(value)) from None
+        label = Label(node.span, f"this is {show_value(value)}")
+        raise Refusal.of("S304", title, label, facts=unknown_words(value)) from None
     if kind is Axis and not isinstance(value, AxisSize):
         return AxisSize.of(made, names.axes[made])
     return value if kind is Axis else made
 
 
 def _refuse_axis(name: str, node: n.Node, names: Names) -> NoReturn:
-    helps = (guess(name, names.axes, "its axes are"),) if names.axes else ()
+    helps = (suggest_name(name, names.axes, "its axes are"),) if names.axes else ()
     title = f"the mesh has no axis `{name}`"
-    facts = unknown(name, names.axes)
+    facts = facts_of_unknown(name, names.axes)
     raise Refusal.of("S204", title, Label(node.span), helps=helps, facts=facts)
 
 
-MOST = 2**20  # ranks along one axis
+MAX_AXIS_SIZE = 2**20  # ranks along one axis
 
 
-def refused(
+def refuse_at(
     code: str,
     title: str,
     span: Span,
@@ -146,20 +166,20 @@ def refused(
     raise Refusal.of(code, title, Label(span, label), (), notes, helps, facts=facts)
 
 
-def header(node: n.Header, state: State) -> State:
+def check_header(node: n.Header, state: State) -> State:
     """Check that the model's class is the header's class or a subclass of it (S110)."""
     if node.model and state.facts and not state.facts.sites[""].is_a(node.model):
         have = state.facts.class_name
         help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
         title = f"this schedule is for the model class {node.model}"
-        refused("S110", title, node.span, f"the model is of class {have}", help_)
+        refuse_at("S110", title, node.span, f"the model is of class {have}", help_)
     return state
 
 
-def knob(node: n.Knob, state: State) -> State:
+def declare_knob(node: n.Knob, state: State) -> State:
     """Declare a knob (S101 to S105)."""
     _check_new_name(node.name, node.span, state)
-    return state.with_knob(declare(node, state.names, state.settings.knobs))
+    return state.with_knob(make_knob(node, state.names, state.settings.knobs))
 
 
 def _check_new_name(name: str, span: Span, state: State) -> None:
@@ -175,22 +195,24 @@ def _check_new_name(name: str, span: Span, state: State) -> None:
 # ---- mesh and views -----------------------------------------------------------------------
 
 
-def mesh(node: n.Mesh, state: State) -> State:
+def declare_mesh(node: n.Mesh, state: State) -> State:
     """Declare the mesh (S111): named axes, slowest first; the size of one axis may be `_`.
 
     The axis `_` gets the remaining ranks.
     """
     if state.mesh is not None:
-        refused("S101", "the mesh is declared twice", node.span, "", "name all axes in one `mesh`")
+        refuse_at(
+            "S101", "the mesh is declared twice", node.span, "", "name all axes in one `mesh`"
+        )
     if state.plan and state.plan.actions:
-        refused("S111", "the mesh stands above the first row", node.span)
+        refuse_at("S111", "the mesh stands above the first row", node.span)
     sizes: dict[str, int | None] = {}
     sized: dict[str, str] = {}
     for arg in node.args:
         if not isinstance(arg, n.Keyword):
-            refused("S111", "an axis needs a name and a size", arg.span, "", "write `mesh(tp=2)`")
+            refuse_at("S111", "an axis needs a name and a size", arg.span, "", "write `mesh(tp=2)`")
         if arg.name in sizes:
-            refused("S101", f"the axis `{arg.name}` is declared twice", arg.span)
+            refuse_at("S101", f"the axis `{arg.name}` is declared twice", arg.span)
         sizes[arg.name] = _size(arg, state)
         if isinstance(arg.value, n.Name) and arg.value.text in state.knobs:
             sized[arg.name] = arg.value.text
@@ -202,10 +224,10 @@ def mesh(node: n.Mesh, state: State) -> State:
     axes = tuple(
         (a, _remaining_size(node, sizes, settings) if n is None else n) for a, n in sizes.items()
     )
-    return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
+    return replace(state.with_mesh(Mesh(axes, (), node.on)), axis_knobs=sized)
 
 
-def stand_in(node: n.Mesh, state: State) -> State:
+def with_stand_in_mesh(node: n.Mesh, state: State) -> State:
     """Return a state with a stand-in for a refused mesh: axes of size 1 with the same names.
 
     The state has no plan any more.
@@ -228,13 +250,13 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         return 1
     if isinstance(size, bool) or not isinstance(size, int):
         names = list(state.knobs)
-        near = closest(str(size), names)
+        near = find_closest(str(size), names)
         helps = (f"did you mean `{near}`?",) if near else ()
         title = "the size of an axis must be a number"
-        facts = unknown(str(size), names)
-        refused("S111", title, arg.span, f"is {shown(size)}", *helps, facts=facts)
-    if not 1 <= size <= MOST or isinstance(size, Bytes):
-        refused("S111", f"an axis must have 1 to {MOST} ranks", arg.span, f"is {size}")
+        facts = facts_of_unknown(str(size), names)
+        refuse_at("S111", title, arg.span, f"is {show_value(size)}", *helps, facts=facts)
+    if not 1 <= size <= MAX_AXIS_SIZE or isinstance(size, Bytes):
+        refuse_at("S111", f"an axis must have 1 to {MAX_AXIS_SIZE} ranks", arg.span, f"is {size}")
     return int(size)
 
 
@@ -242,15 +264,15 @@ def _check_own_knob(arg: n.Keyword) -> None:
     if not isinstance(arg.value, n.Name) or arg.value.text != arg.name:
         help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
         title = f"`{arg.name}` is a knob and also an axis of another size"
-        refused("S101", title, arg.span, "", help_)
+        refuse_at("S101", title, arg.span, "", help_)
 
 
 def _check_known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> None:
     for name in settings.mesh:
         if name not in sizes:
-            help_ = guess(name, sizes, "its axes are")
-            title, facts = f"the mesh has no axis `{name}`", unknown(name, sizes)
-            refused("S204", title, node.span, "", help_, facts=facts)
+            help_ = suggest_name(name, sizes, "its axes are")
+            title, facts = f"the mesh has no axis `{name}`", facts_of_unknown(name, sizes)
+            refuse_at("S204", title, node.span, "", help_, facts=facts)
 
 
 def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
@@ -263,7 +285,7 @@ def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Set
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
         help_ = f"give the others a size: `mesh({given})`"
         said = f"{len(blanks)} axes are `_`"
-        refused("S111", "only one axis may be `_`", node.span, said, help_)
+        refuse_at("S111", "only one axis may be `_`", node.span, said, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
@@ -271,35 +293,37 @@ def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Set
         said = f"the other axes take {taken} of {world} ranks"
         help_ = "the product of their sizes must divide the number of ranks"
         title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
-        refused("S111", title, node.span, said, help_)
+        refuse_at("S111", title, node.span, said, help_)
     return world // taken
 
 
-def view(node: n.View, state: State) -> State:
+def declare_view(node: n.View, state: State) -> State:
     """Declare a view: a name for several axes that are folded into one."""
     _check_new_name(node.name, node.span, state)
     known = state.mesh or Mesh()
     for name in node.axes:
         if name not in known.sizes:
             note = f"the mesh is {known}"
-            help_ = guess(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
-            title, facts = f"the mesh has no axis `{name}`", unknown(name, known.sizes)
-            refused("S204", title, node.span, "", help_, note=note, facts=facts)
+            help_ = (
+                suggest_name(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
+            )
+            title, facts = f"the mesh has no axis `{name}`", facts_of_unknown(name, known.sizes)
+            refuse_at("S204", title, node.span, "", help_, note=note, facts=facts)
     if len(set(node.axes)) < len(node.axes):
-        refused("S111", "a view must fold different axes", node.span)
+        refuse_at("S111", "a view must fold different axes", node.span)
     made = replace(known, views=(*known.views, (node.name, node.axes)))
     if node.size is not None:
         size, said = made.size(node.name), evaluate(node.size, state.names)
         if said is not UNKNOWN and said != size:
-            title = f"`{node.name}` has {size} ranks, not {shown(said)}"
-            refused("S111", title, node.span, f"the mesh is {known}")
+            title = f"`{node.name}` has {size} ranks, not {show_value(said)}"
+            refuse_at("S111", title, node.span, f"the mesh is {known}")
     return state.with_mesh(made)
 
 
 # ---- require ------------------------------------------------------------------------------
 
 
-def require(node: n.Require, state: State) -> State:
+def check_require(node: n.Require, state: State) -> State:
     """Check a condition on knobs, mesh and model (S104).
 
     A condition whose value is unknown without a model counts as true.
@@ -308,34 +332,38 @@ def require(node: n.Require, state: State) -> State:
     if holds is UNKNOWN or holds is True:
         return state
     if holds is not False:
-        said = f"this is {shown(holds)}"
+        said = f"this is {show_value(holds)}"
         title = "`require` needs a condition: true or false"
-        refused("S304", title, node.test.span, said, facts=bare(holds))
+        refuse_at("S304", title, node.test.span, said, facts=unknown_words(holds))
     used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
     knobs = {name: k for name, k in state.knobs.items() if name in used}
-    helps = alternatives(knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True)
+    helps = find_alternatives(
+        knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True
+    )
     label = ""
     if isinstance(node.test, n.Chain) and isinstance(node.test.items[0], n.Node):
         left = node.test.items[0]
         value = evaluate(left, state.names)
         value = int(value) if isinstance(value, AxisSize) else value
         if not isinstance(left, n.Lit):
-            label = f"{printer.expr(left)} is {shown(value)}"
-    note = f"with {decided(knobs)}" if knobs else ""
-    refused("S104", "`require` fails", node.span, label, *helps, note=note)
+            label = f"{printer.expr(left)} is {show_value(value)}"
+    note = f"with {format_settings(knobs)}" if knobs else ""
+    refuse_at("S104", "`require` fails", node.span, label, *helps, note=note)
 
 
 def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
     """Return the names of a state if the knobs in `new` had other values."""
     names = state.names
-    axes = {axis: new.get(state.sized.get(axis, ""), size) for axis, size in names.axes.items()}
+    axes = {
+        axis: new.get(state.axis_knobs.get(axis, ""), size) for axis, size in names.axes.items()
+    }
     return replace(names, knobs={**names.knobs, **new}, axes=axes)
 
 
 # ---- search -------------------------------------------------------------------------------
 
 
-def search(node: n.Search, state: State) -> State:
+def declare_search(node: n.Search, state: State) -> State:
     """Set a limit for the search for settings (S106, S109); only that search reads it."""
     name, value = node.limit.name, evaluate(node.limit.value, state.names)
     values = value if isinstance(value, tuple) else (value,)
@@ -343,7 +371,7 @@ def search(node: n.Search, state: State) -> State:
         return state
     sizes = tuple(int(one) if isinstance(one, AxisSize) else one for one in values)
     try:
-        return replace(state, limits=state.limits.limited(node.how, name, sizes))
+        return replace(state, limits=state.limits.with_limit(node.how, name, sizes))
     except Refusal as refusal:
         raise refusal.at(node.limit.span) from None
 
@@ -351,16 +379,16 @@ def search(node: n.Search, state: State) -> State:
 # ---- definitions and libraries ------------------------------------------------------------
 
 
-def define(node: n.Def, state: State) -> State:
+def declare_def(node: n.Def, state: State) -> State:
     """Declare a `def`; its body may call only definitions above it, so there is no recursion."""
     _check_new_name(node.name, node.span, state)
     if find(node.name) is not None:
         help_ = "rename the definition"
-        refused("S101", f"`{node.name}` is a primitive", node.span, "", help_)
+        refuse_at("S101", f"`{node.name}` is a primitive", node.span, "", help_)
     names = [param.name for param in node.params]
     for name in names:
         if names.count(name) > 1:
-            refused("S101", f"`{name}` is declared twice", node.span, "among the parameters")
+            refuse_at("S101", f"`{name}` is declared twice", node.span, "among the parameters")
     problems = list(_unknown_calls(node, state))
     if problems:
         raise Refusal(*problems)
@@ -372,25 +400,25 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
     for inner in walk(node.block):
         if isinstance(inner, n.Rule | n.Do):
             name = inner.call.name.text
-            if name not in state.defs and name not in state.broken and find(name) is None:
-                yield no_primitive(inner.call.name, state)
+            if name not in state.defs and name not in state.refused_names and find(name) is None:
+                yield unknown_primitive(inner.call.name, state)
 
 
-def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
+def use_library(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     """Bring in the definitions of a library (S112); `above` are the files being read."""
-    place = bases.place_of(node, above)
+    place = base_schedules.path_of_use(node, above)
     try:
-        file = bases.file_of(node, place)
+        file = base_schedules.tree_of_use(node, place)
     except Refusal as refusal:
         raise refusal.at(node.span) from None
-    bases.count_use(file.span.source.text, node.span)
+    base_schedules.count_use(file.span.source.text, node.span)
     given: dict[str, Any] = {}
     for arg in node.args or ():
         if not isinstance(arg, n.Keyword):
-            refused("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
+            refuse_at("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
         given[arg.name] = evaluate(arg.value, state.names)
     inner = _execute_library(file, state, given, (*above, place))
-    unknown_settings(given, inner.knobs, node.span)
+    refuse_unknown_settings(given, inner.knobs, node.span)
     prefix = f"{node.alias}." if node.alias else ""
     made = {prefix + name: d for name, d in inner.defs.items()}
     drawn = {prefix + name: p for name, p in inner.patterns.items()}
@@ -399,44 +427,44 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
 
 
-def pattern(node: n.Pattern, state: State) -> State:
+def declare_pattern(node: n.Pattern, state: State) -> State:
     """Declare a pattern: a subgraph with a name (S885)."""
     _check_new_name(node.name, node.span, state)
-    return replace(state, patterns={**state.patterns, node.name: patterns.declared(node)})
+    return replace(state, patterns={**state.patterns, node.name: patterns.pattern_of(node)})
 
 
 def _execute_library(
     file: n.File, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
 ) -> State:
     """Return the state at the end of a library: its knobs, definitions and patterns."""
-    inner = replace(start(None, Settings(given)), facts=state.facts)
-    inner = header(file.header, inner)
+    inner = replace(initial_state(None, Settings(given)), facts=state.facts)
+    inner = check_header(file.header, inner)
     for item in file.items:
         match item:
             case n.Knob():
-                inner = knob(item, inner)
+                inner = declare_knob(item, inner)
             case n.Require():
-                inner = require(item, inner)
+                inner = check_require(item, inner)
             case n.Def():
-                inner = define(item, inner)
+                inner = declare_def(item, inner)
             case n.Use():
-                inner = use(item, inner, above)
+                inner = use_library(item, inner, above)
             case n.Pattern():
-                inner = pattern(item, inner)
+                inner = declare_pattern(item, inner)
             case _:
                 raise AssertionError("a base, whose items are executed one by one")
     return inner
 
 
 TIME = "time"
-MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+MIRRORED_OPERATORS = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 MEASURES = {
     "peak_memory": "peak_memory < 70GiB",
     "comm_bytes": "comm_bytes(tp) < 2GiB",
     "bubble": "bubble < 0.2",
     TIME: "time(step) < 180ms",
 }
-UNITS: Mapping[str, tuple[type, ...]] = {  # types of bounds, in addition to plain numbers
+BOUND_TYPES: Mapping[str, tuple[type, ...]] = {  # types of bounds, in addition to plain numbers
     "peak_memory": (Bytes,),
     "comm_bytes": (Bytes,),
     "bubble": (),
@@ -444,7 +472,7 @@ UNITS: Mapping[str, tuple[type, ...]] = {  # types of bounds, in addition to pla
 }
 
 
-def expectation(node: n.Expect, names: Names) -> Expectation | None:
+def expectation_of(node: n.Expect, names: Names) -> Expectation | None:
     """Return the expectation of an `expect`; None if its bound is unknown without a model.
 
     Raises Refusal S861 where the statement does not compare a measure with a bound.
@@ -458,11 +486,14 @@ def expectation(node: n.Expect, names: Names) -> Expectation | None:
     if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
         _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
     if _measure_of(left) is None and _measure_of(right) is not None:
-        left, op, right = right, MIRRORED[op], left
+        left, op, right = right, MIRRORED_OPERATORS[op], left
     name = _measure_of(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else printer.expr(left)
-        help_, facts = guess(word, MEASURES, "measures are"), unknown(word, MEASURES)
+        help_, facts = (
+            suggest_name(word, MEASURES, "measures are"),
+            facts_of_unknown(word, MEASURES),
+        )
         _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
     axes = _axes_of_measure(node, name, left, names)
     bound = evaluate(right, names)
@@ -486,8 +517,8 @@ def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
     A bound of a time must have a unit.
     """
     if isinstance(bound, bool) or not isinstance(bound, int | float):
-        _refuse(node, f"the bound is {shown(bound)}, not a number")
-    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
+        _refuse(node, f"the bound is {show_value(bound)}, not a number")
+    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, BOUND_TYPES[name])
     if other or (name == TIME and not isinstance(bound, Seconds)):
         what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
         _refuse(node, f"the bound of `{name}` must be {what}, not `{said}`")
@@ -506,7 +537,10 @@ def _axes_of_measure(node: n.Expect, name: str, measure: n.Expr, names: Names) -
     for text in found:
         if text not in names.axes:
             title = f"`{name}` takes axes of the mesh"
-            help_, facts = guess(text, names.axes, "the mesh has"), unknown(text, names.axes)
+            help_, facts = (
+                suggest_name(text, names.axes, "the mesh has"),
+                facts_of_unknown(text, names.axes),
+            )
             _refuse(node, title, help_, facts=facts)
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """Execute the statements of a schedule in order: from the syntax tree to the plan's rows.
 
-`expand` is the door for files, `of_calls` for calls made from Python. `Expander` holds the state
-while statements are executed, and collects the problems of all statements.
+`expand` is the door for files, `plan_of_calls` for calls made from Python. `Expander` holds the
+state while statements are executed, and collects the problems of all statements.
 """
 
 from __future__ import annotations
@@ -14,29 +14,36 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import (
+    MAX_MESSAGES,
+    Diagnostic,
+    Label,
+    Refusal,
+    facts_of_unknown,
+    suggest_name,
+)
 from schedlang.diagnostics.source import Span
+from schedlang.garbage_collection import without_collector
 from schedlang.ir.features import Located, Resolved
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.kinds import bind
-from schedlang.language.knob import unknown_settings
-from schedlang.language.value import UNKNOWN, Names, bare, evaluate, shown
-from schedlang.passes.elaborate import bases, declare, legality
+from schedlang.language.knob import refuse_unknown_settings
+from schedlang.language.value import UNKNOWN, Names, evaluate, show_value, unknown_words
+from schedlang.passes.elaborate import base_schedules, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (
     RELAXABLE,
     Settings,
     State,
-    agreed,
-    arguments,
-    current,
-    no_primitive,
-    resolved,
-    start,
+    check_agreement,
+    current_selector,
+    evaluate_arguments,
+    initial_state,
+    resolve_pattern,
+    unknown_primitive,
 )
-from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,14 +57,14 @@ if TYPE_CHECKING:
 def open_step(node: n.Step, state: State) -> State:
     """Return the state with one more step, and what the step may relax (S101, S303)."""
     if node.name in state.steps:
-        label = Label(node.span and step_head(node), "the second step of this name")
+        label = Label(node.span and step_title_span(node), "the second step of this name")
         raise Refusal.of("S101", f"there are two steps `{node.name}`", label)
     for name in node.relax:
         if name not in RELAXABLE:
             title = f"a step cannot relax `{name}`"
-            help_ = guess(name, RELAXABLE, "choose among")
-            facts = unknown(name, RELAXABLE)
-            label = Label(step_head(node))
+            help_ = suggest_name(name, RELAXABLE, "choose among")
+            facts = facts_of_unknown(name, RELAXABLE)
+            label = Label(step_title_span(node))
             raise Refusal.of("S303", title, label, helps=(help_,), facts=facts)
     plan = state.plan
     if plan is not None:
@@ -65,7 +72,7 @@ def open_step(node: n.Step, state: State) -> State:
     return replace(state, steps=(*state.steps, node.name), plan=plan)
 
 
-def step_head(node: n.Step) -> Span:
+def step_title_span(node: n.Step) -> Span:
     """Return the span of the words `step "name"`."""
     if not node.span or not node.span.source.name.endswith(".sched"):
         return node.span
@@ -74,7 +81,7 @@ def step_head(node: n.Step) -> Span:
     return Span(start_.source, start_.line, start_.col, start_.line, end)
 
 
-def allowed(primitive: Primitive, state: State, span: Span) -> None:
+def check_relaxed(primitive: Primitive, state: State, span: Span) -> None:
     """Refuse a row that gives up something that its step does not relax (S505)."""
     step = state.step
     relaxed = {"rounding", *(step.relax if step else ())}
@@ -83,7 +90,7 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
         return
     name = beyond[0]
     title = f"this row changes numerics (`{name}`): its step does not allow that"
-    also = (Label(step_head(step), "allows only " + _allowed_text(step)),) if step else ()
+    also = (Label(step_title_span(step), "allows only " + _allowed_text(step)),) if step else ()
     if step:
         names = ", ".join((*step.relax, *beyond))
         help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
@@ -100,7 +107,7 @@ def _allowed_text(step: n.Step) -> str:
 Roots = Sequence[str] | None  # the modules of a scope; None without a model
 
 
-@uncollected()
+@without_collector()
 def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
     """Execute a whole file and return the final state, with its plan.
 
@@ -108,22 +115,26 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     Refusal with the diagnostics of every independent mistake.
     """
     uses = any(isinstance(item, n.Use | n.Override | n.Drop) for item in file.items)
-    with bases.counted() if uses else nullcontext():
-        whole = bases.spliced(file) if uses else bases.Spliced(file.items, (file.header,))
+    with base_schedules.counting_used_files() if uses else nullcontext():
+        whole = (
+            base_schedules.splice_file(file)
+            if uses
+            else base_schedules.SplicedFile(file.items, (file.header,))
+        )
         settings = settings or Settings()
         if settings.mesh:
             settings = _with_sizing_knobs(whole.items, settings)
-        runner = Expander(start(facts, settings))
+        runner = Expander(initial_state(facts, settings))
         runner.problems += whole.problems
         for header in whole.headers:
-            runner.declare(partial(declare.header, header, runner.state))
+            runner.declare(partial(declare.check_header, header, runner.state))
         for item in whole.items:
-            runner.item(item)
+            runner.execute_item(item)
     if runner.problems:
         raise Refusal(*runner.problems)
     state = runner.state
     if settings.knobs:
-        unknown_settings(settings.knobs, state.knobs, file.header.span)
+        refuse_unknown_settings(settings.knobs, state.knobs, file.header.span)
     if settings.mesh and state.mesh is None:
         label = Label(file.header.span)
         raise Refusal.of("S204", "the schedule has no mesh to set", label)
@@ -132,7 +143,7 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     return state
 
 
-def of_calls(
+def plan_of_calls(
     calls: Sequence[tuple[n.Call, Sequence[str]]],
     facts: ModelFacts,
     mesh: Mesh,
@@ -144,10 +155,10 @@ def of_calls(
     `calls` are pairs of a call and its modules; without modules the call is made at the model
     itself. `relax` is what the step may give up. Raises Refusal at the place of a refused call.
     """
-    runner = Expander(start(facts, Settings()).with_mesh(mesh))
-    with runner.inside(n.Step(step, relax, n.Block(()))):
+    runner = Expander(initial_state(facts, Settings()).with_mesh(mesh))
+    with runner.inside_step(n.Step(step, relax, n.Block(()))):
         for call, sites in calls:
-            runner.call(call, tuple(sites) or ("",), runner.state.names, chosen=bool(sites))
+            runner.execute_call(call, tuple(sites) or ("",), runner.state.names, chosen=bool(sites))
     plan = runner.state.plan
     assert plan is not None
     if plan.cuts:
@@ -177,12 +188,12 @@ def _with_sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RefusedRow:
     """The sites of a refused row: later errors at these sites may be consequences of the first."""
 
     sites: tuple[str, ...]
 
-    def explains(self, plan_sites: Sequence[str]) -> bool:
+    def is_cause_at(self, plan_sites: Sequence[str]) -> bool:
         """Return whether a site equals, contains or is inside one of `plan_sites`."""
         return any(
             a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
@@ -197,7 +208,7 @@ class Expander:
     def __init__(self, state: State, selector: Selector | None = None) -> None:
         self.state = state
         self.problems: list[Diagnostic] = []
-        self.failed: list[Failed] = []
+        self.refused_rows: list[RefusedRow] = []
         self.rows: int = 0  # statements executed, those of definitions at each call
         self.depth: int = 0  # blocks and calls around the one that is executed
         self.selector = selector
@@ -207,56 +218,56 @@ class Expander:
             self.selector = Selector(state.facts)
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether the remaining statements are skipped: too many rows or too many problems."""
-        return self.rows > bases.ROWS or len(self.problems) > MOST
+        return self.rows > base_schedules.MAX_ROWS or len(self.problems) > MAX_MESSAGES
 
     # ---- declarations -----------------------------------------------------------------
 
-    def item(self, item: n.Item) -> None:
+    def execute_item(self, item: n.Item) -> None:
         """Execute one statement at the top level of a file."""
-        if self.stopped:
+        if self.is_stopped:
             return
         state = self.state
         match item:
             case n.Knob(name):
-                self.declare(lambda: declare.knob(item, state), name)
+                self.declare(lambda: declare.declare_knob(item, state), name)
             case n.Mesh():
-                if not self.declare(lambda: declare.mesh(item, state)):
-                    self.state = declare.stand_in(item, self.state)
+                if not self.declare(lambda: declare.declare_mesh(item, state)):
+                    self.state = declare.with_stand_in_mesh(item, self.state)
             case n.View(name):
-                self.declare(lambda: declare.view(item, state), name)
+                self.declare(lambda: declare.declare_view(item, state), name)
             case n.Require():
-                self.declare(lambda: declare.require(item, state))
+                self.declare(lambda: declare.check_require(item, state))
             case n.Search():
-                self.declare(lambda: declare.search(item, state))
+                self.declare(lambda: declare.declare_search(item, state))
             case n.Def(name):
-                self.declare(lambda: declare.define(item, state), name)
+                self.declare(lambda: declare.declare_def(item, state), name)
             case n.Use():
                 self._use(item)
             case n.Step():
-                self.step(item)
+                self.execute_step(item)
             case n.Pattern(name):
-                self.declare(lambda: declare.pattern(item, state), name)
+                self.declare(lambda: declare.declare_pattern(item, state), name)
             case n.Override() | n.Drop():
                 raise AssertionError("bases were not spliced in")
             case _:
-                self.statement(item, ("",) if state.facts else None, state.names)
+                self.execute_statement(item, ("",) if state.facts else None, state.names)
 
     def _use(self, node: n.Use) -> None:
         """Add a library's definitions, or execute a base's items if they were not spliced in."""
         above = (Path(node.span.source.name).resolve(),) if node.span else ()
-        with bases.counted():
+        with base_schedules.counting_used_files():
             self._execute_use(node, above)
 
     def _execute_use(self, node: n.Use, above: tuple[Path, ...]) -> None:
-        base = bases.opened(node, above)
+        base = base_schedules.open_base(node, above)
         for header in base.headers:
-            self.declare(partial(declare.header, header, self.state))
+            self.declare(partial(declare.check_header, header, self.state))
         for item in base.items:
-            self.item(item)
+            self.execute_item(item)
         if not base.items:
-            given = partial(declare.use, node, self.state, above)
+            given = partial(declare.use_library, node, self.state, above)
             self.declare(given, f"{node.alias}.")
 
     def declare(self, step: Callable[[], State], *names: str) -> bool:
@@ -264,12 +275,12 @@ class Expander:
 
         After a refusal, later errors about `names` are not reported.
         """
-        before = self.state.broken
+        before = self.state.refused_names
         try:
             self.state = step()
             return True
         except Refusal as refusal:
-            self.state = self.state.without(*names)
+            self.state = self.state.with_refused(*names)
             if not any(self._is_consequence(d, before) for d in refusal.diagnostics):
                 self.problems += refusal.diagnostics
             return False
@@ -285,15 +296,15 @@ class Expander:
             for word in words
         )
 
-    def step(self, node: n.Step) -> None:
+    def execute_step(self, node: n.Step) -> None:
         """Execute the statements of a step."""
-        with self.inside(node):
+        with self.inside_step(node):
             roots = ("",) if self.state.facts else None
             for statement in node.block.body:
-                self.statement(statement, roots, self.state.names)
+                self.execute_statement(statement, roots, self.state.names)
 
     @contextmanager
-    def inside(self, node: n.Step) -> Iterator[None]:
+    def inside_step(self, node: n.Step) -> Iterator[None]:
         """Set `state.step` inside the context, and reset it after."""
         if not self.declare(lambda: open_step(node, self.state)):
             self.state = replace(self.state, steps=(*self.state.steps, node.name))
@@ -303,24 +314,24 @@ class Expander:
 
     # ---- statements -------------------------------------------------------------------
 
-    def statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
+    def execute_statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
         """Execute one statement; `roots` are the modules of its scope."""
-        if self.stopped:
+        if self.is_stopped:
             return
         self.rows += 1
         self.depth += 1
         try:
-            if self.rows > bases.ROWS or self.depth > bases.DEEPEST:
-                raise bases.outgrown(self.rows, node.span)
+            if self.rows > base_schedules.MAX_ROWS or self.depth > base_schedules.MAX_DEPTH:
+                raise base_schedules.limit_refusal(self.rows, node.span)
             match node:
                 case n.Rule(call=call):
-                    self.call(call, self._select(node, roots, names), names, chosen=True)
+                    self.execute_call(call, self._select(node, roots, names), names, chosen=True)
                 case n.Do(_, call):
-                    self.call(call, roots, names, chosen=False)
+                    self.execute_call(call, roots, names, chosen=False)
                 case n.At(block=block):
                     inner = self._select(node, roots, names)
                     for statement in block.body:
-                        self.statement(statement, inner, names)
+                        self.execute_statement(statement, inner, names)
                 case n.When(test, block, orelse):
                     self._when(test, block, orelse, roots, names)
                 case n.Expect():
@@ -332,7 +343,7 @@ class Expander:
 
     def _note_problems(self, refusal: Refusal) -> None:
         """Add the diagnostics of a refusal that are not consequences of earlier ones."""
-        broken = self.state.broken
+        broken = self.state.refused_names
         self.problems += [
             d
             for d in refusal.diagnostics
@@ -341,7 +352,7 @@ class Expander:
 
     def _expect(self, node: n.Expect, names: Names) -> None:
         """Add an `expect` to the plan; its bound is checked after the plan's costs are counted."""
-        found, plan = declare.expectation(node, names), self.state.plan
+        found, plan = declare.expectation_of(node, names), self.state.plan
         if found is not None and plan is not None:
             plan = replace(plan, expected=(*plan.expected, found))
             self.state = replace(self.state, plan=plan)
@@ -355,11 +366,11 @@ class Expander:
             return None
         plan = self.state.plan
         if plan is not None and plan.model is not self.selector.tree:  # a row has changed it
-            self.selector = current(self.selector, self.state)
+            self.selector = current_selector(self.selector, self.state)
         selector = self.selector
         try:
             if isinstance(node, n.At):
-                return selector.scope(node, roots, names)
+                return selector.select_scope(node, roots, names)
             found = [selector.select(path, roots, names) for path in node.paths]
             return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
         except Refusal as refusal:
@@ -371,17 +382,17 @@ class Expander:
     ) -> None:
         holds = evaluate(test, names)
         if holds is not UNKNOWN and not isinstance(holds, bool):
-            label = Label(test.span, f"this is {shown(holds)}")
+            label = Label(test.span, f"this is {show_value(holds)}")
             title = "`when` needs a condition: true or false"
-            raise Refusal.of("S304", title, label, facts=bare(holds))
+            raise Refusal.of("S304", title, label, facts=unknown_words(holds))
         taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
         for body in taken:
             for statement in body.body if body else ():
-                self.statement(statement, roots, names)
+                self.execute_statement(statement, roots, names)
 
     # ---- calls ------------------------------------------------------------------------
 
-    def call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
+    def execute_call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
         """Execute a call: the body of a definition, or one row of the plan.
 
         `chosen` says whether a selector stands before the call.
@@ -392,16 +403,16 @@ class Expander:
             return
         kind = find(name)
         if kind is None:
-            raise Refusal(no_primitive(call.name, self.state))
-        primitive = bind(kind, arguments(call, names), call.span, names.axes)
+            raise Refusal(unknown_primitive(call.name, self.state))
+        primitive = bind(kind, evaluate_arguments(call, names), call.span, names.axes)
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{printer.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal.of("S306", title, label, helps=(help_,))
         if isinstance(primitive, Resolved):
-            primitive = resolved(primitive, self.state, call.span)
-        self.add(primitive, sites, call.span)
+            primitive = resolve_pattern(primitive, self.state, call.span)
+        self.add_row(primitive, sites, call.span)
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments and the names of its own file."""
@@ -409,20 +420,20 @@ class Expander:
         given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
         inner = replace(names, knobs=made.knobs, arguments=given)
         outer, known = self.state, len(self.problems)
-        self.state = replace(outer, defs=made.above, patterns=made.patterns)
+        self.state = replace(outer, defs=made.earlier_defs, patterns=made.patterns)
         for statement in made.node.block.body:
-            self.statement(statement, sites, inner)
+            self.execute_statement(statement, sites, inner)
         self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
         caller = Label(call.span, f"in this call of `{call.name.text}`")
         self.problems[known:] = [replace(d, also=(*d.also, caller)) for d in self.problems[known:]]
 
-    def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
+    def add_row(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """Add one row to the plan, at all its sites or, with a refusal, at none."""
         plan = self.state.plan
         if plan is not None and sites is not None and not sites:
-            self.state = replace(self.state, idle=(*self.state.idle, span))
+            self.state = replace(self.state, empty_rows=(*self.state.empty_rows, span))
         if plan is None or not sites:
-            agreed(primitive, self.state, span)
+            check_agreement(primitive, self.state, span)
             return
         if primitive.takes == "model" and len(sites) > 1:
             title = f"`{type(primitive).__name__}` must stand in a scope of one module"
@@ -434,14 +445,14 @@ class Expander:
             except Refusal as refusal:
                 raise refusal.at(span) from None
         if primitive.gives_up - {"rounding"}:
-            allowed(primitive, self.state, span)
+            check_relaxed(primitive, self.state, span)
         step = self.state.step
         try:
-            legality.check(plan, primitive, sites, span)
+            legality.check_row(plan, primitive, sites, span)
             plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
         except Refusal as refusal:
-            follows = any(failed.explains(sites) for failed in self.failed)
-            self.failed.append(Failed((*sites, *legality.tied(plan, sites))))
+            follows = any(failed.is_cause_at(sites) for failed in self.refused_rows)
+            self.refused_rows.append(RefusedRow((*sites, *legality.tied_modules(plan, sites))))
             if follows:
                 return
             raise _with_earlier_row(refusal.at(span), primitive, self.state) from None

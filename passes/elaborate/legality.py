@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Injected, Renewing
-from schedlang.ir.model import titled
-from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
-from schedlang.ir.sharing import above, holders
+from schedlang.ir.model import quote_module
+from schedlang.ir.primitive import Facet, Primitive, find_overturned, relation_of, shared_facets
+from schedlang.ir.sharing import all_parents_of, parents_of
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
 
-Meeting = tuple[str, str]  # a site of the first row and one of the second
+SitePair = tuple[str, str]  # a site of the first row and one of the second
 
 
-def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
+def check_row(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
     """Refuse a row that conflicts with a row that is already in the plan (S501 to S504).
 
     Rows are compared where their sites are equal, one contains the other, or they share a tied
@@ -33,29 +33,29 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     if primitive.changes(Facet.RECOMPUTE):
         _check_nested_sites(sites, span)
     rows = range(len(plan.actions))
-    near = rows if primitive.foremost else sorted(plan.trail.around(sites, plan.model.ties))
+    near = rows if primitive.foremost else sorted(plan.trail.rows_around(sites, plan.model.ties))
     for first in map(plan.actions.__getitem__, near):
-        relation = conflicts(first.primitive, primitive)
+        relation = relation_of(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
-        pairs = Meetings(plan, first.sites, sites)
+        pairs = SitePairs(plan, first.sites, sites)
         if relation == "clash":
             _refuse_clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
         if primitive.foremost and not pairs:
             continue
-        for rule in filter(None, map(RULES.get, both_change(first.primitive, primitive))):
+        for rule in filter(None, map(RULES.get, shared_facets(first.primitive, primitive))):
             rule(plan, first, primitive, pairs, span)
 
 
-class Meetings(Sequence[Meeting]):
+class SitePairs(Sequence[SitePair]):
     """The pairs of common sites of two rows, computed on first use: most rules do not need them."""
 
     def __init__(self, plan: Plan, first: Sequence[str], then: Sequence[str]) -> None:
         self._arguments = plan, first, then
 
     @cached_property
-    def _found(self) -> list[Meeting]:
-        return list(meetings(*self._arguments))
+    def _found(self) -> list[SitePair]:
+        return list(find_site_pairs(*self._arguments))
 
     def __getitem__(self, place: Any) -> Any:
         return self._found[place]
@@ -67,26 +67,28 @@ class Meetings(Sequence[Meeting]):
 def _check_nested_sites(sites: tuple[str, ...], span: Span) -> None:
     """Refuse a row that recomputes a module and also a module inside it (S502)."""
     here = set(sites)
-    if not above(sites) & here:
+    if not all_parents_of(sites) & here:
         return
     for site in sites:
-        outer = next((h for h in holders(site) if h in here), None)
+        outer = next((h for h in parents_of(site) if h in here), None)
         if outer is not None:
-            label = Label(span, f"selects {titled(site)}, and {titled(outer)} around it")
+            label = Label(
+                span, f"selects {quote_module(site)}, and {quote_module(outer)} around it"
+            )
             helps = ("select only one of the two: `*` in a path stands for one level",)
             title = "nested checkpoints recompute the inner module twice"
             raise Refusal.of("S502", title, label, helps=helps)
 
 
-def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
+def find_site_pairs(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[SitePair]:
     """Yield pairs of sites that are equal or nested, then pairs that share a tensor."""
     outer, inner = set(first), set(then)
     for site in then:
-        for holder in (site, *holders(site)):
+        for holder in (site, *parents_of(site)):
             if holder in outer:
                 yield holder, site
     for site in first:
-        for holder in holders(site):
+        for holder in parents_of(site):
             if holder in inner:
                 yield site, holder
     for names in plan.model.ties:
@@ -97,16 +99,16 @@ def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[
                     yield one, other
 
 
-def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
+def tied_modules(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
     """Yield the modules that share a tensor with one of `sites` or with a module inside one."""
     here = set(sites)
     for names in plan.model.ties:
         owners = {name.rpartition(".")[0] for name in names}
-        if any(holder in here for owner in owners for holder in (owner, *holders(owner))):
+        if any(holder in here for owner in owners for holder in (owner, *parents_of(owner))):
             yield from owners
 
 
-def _count_more(meetings: Sequence[Meeting]) -> tuple[str, ...]:
+def _count_more(meetings: Sequence[SitePair]) -> tuple[str, ...]:
     return (f"and {len(meetings) - 1} more like it",) if len(meetings) > 1 else ()
 
 
@@ -132,17 +134,17 @@ NOUNS = {
 }
 
 
-def _refuse_clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
+def _refuse_clash(first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span) -> None:
     """Refuse (S503) a row that must stand above the row `first`."""
     name = type(then).__name__
-    facets = overturned(first.primitive, then)
+    facets = find_overturned(first.primitive, then)
     what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
     one, other = meetings[0]
     _refuse(
         "S503",
         f"`{name}` must stand above `{first.name}`",
-        f"changes the {what} of {titled(other)}",
-        f"uses the {what} of {titled(one)}",
+        f"changes the {what} of {quote_module(other)}",
+        f"uses the {what} of {quote_module(one)}",
         first,
         span,
         _count_more(meetings),
@@ -154,24 +156,24 @@ def _refuse_clash(first: Action, then: Primitive, meetings: Sequence[Meeting], s
 
 
 def _check_recompute(
-    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span
 ) -> None:
     """Refuse equal (S501) and nested (S502) regions, which would be recomputed twice."""
     one, other = meetings[0]
     more = _count_more(meetings)
     if one == other:
-        title = f"{titled(one)} is already checkpointed"
+        title = f"{quote_module(one)} is already checkpointed"
         before, now = "first checkpointed here", "would recompute it twice"
         _refuse("S501", title, now, before, first, span, more, ["drop one of the two"])
     inner, outer = (one, other) if one.startswith(f"{other}." if other else "") else (other, one)
     _refuse(
         "S502",
         "nested checkpoints recompute the inner module twice",
-        f"covers {titled(other)}",
-        f"covers {titled(one)}",
+        f"covers {quote_module(other)}",
+        f"covers {quote_module(one)}",
         first,
         span,
-        (f"{titled(inner)} lies inside {titled(outer)}", *more),
+        (f"{quote_module(inner)} lies inside {quote_module(outer)}", *more),
         ["keep the outer `checkpoint`, and list what it saves: `checkpoint(save=[...])`"],
     )
 
@@ -182,7 +184,7 @@ def _axes_of(plan: Plan, primitive: Primitive) -> set[str]:
 
 
 def _check_placement(
-    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span
 ) -> None:
     """Refuse (S504) a second split of a tensor over the same axis; another axis is allowed."""
     shared = sorted(_axes_of(plan, first.primitive) & _axes_of(plan, then))
@@ -191,7 +193,7 @@ def _check_placement(
     same = [pair for pair in meetings if pair[0] == pair[1]]
     if not same:
         return
-    site = titled(same[0][0])
+    site = quote_module(same[0][0])
     _refuse(
         "S504",
         f"{site} is already sharded over `{shared[0]}`",
@@ -206,11 +208,11 @@ def _check_placement(
 
 def _one_per_module(
     done: str,
-) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Span], None]:
+) -> Callable[[Plan, Action, Primitive, Sequence[SitePair], Span], None]:
     """Return the rule of a facet that only one row per module may change (S501)."""
 
     def rule(
-        plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
+        plan: Plan, first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span
     ) -> None:
         if isinstance(first.primitive, Renewing) and not isinstance(then, Renewing):
             return
@@ -218,7 +220,7 @@ def _one_per_module(
         parts = {_part_of(first.primitive), _part_of(then)}
         different = len(parts) == 2 and "" not in parts
         if same and not different:
-            title = f"{titled(same[0][0])} {done} twice"
+            title = f"{quote_module(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]
             _refuse("S501", title, now, before, first, span, _count_more(same), helps)
@@ -231,15 +233,15 @@ def _part_of(primitive: Primitive) -> str:
 
 
 def _check_residence(
-    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span
 ) -> None:
     """Refuse (S501) a second place for one class of tensors; rows may move different classes."""
     if type(first.primitive) is type(then) and _tensor_class(first.primitive) == _tensor_class(
         then
     ):
         one, other = meetings[0]
-        title = f"{titled(other)} is offloaded already"
-        now, before = f"offloads {titled(other)}", f"offloads {titled(one)}"
+        title = f"{quote_module(other)} is offloaded already"
+        now, before = f"offloads {quote_module(other)}", f"offloads {quote_module(one)}"
         helps = ["drop one of the two"]
         _refuse("S501", title, now, before, first, span, _count_more(meetings), helps)
 
@@ -249,7 +251,7 @@ def _tensor_class(primitive: Primitive) -> object:
     return next(iter(vars(primitive).values()), None)
 
 
-Rule = Callable[["Plan", "Action", Primitive, Sequence[Meeting], Span], None]
+Rule = Callable[["Plan", "Action", Primitive, Sequence[SitePair], Span], None]
 
 # stage, state and order belong to the whole plan: the `check` of their primitives compares them
 RULES: Mapping[str, Rule] = {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, foremost
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, limit_messages
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Checking
 from schedlang.ir.primitive import find
@@ -15,15 +15,15 @@ from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.knob import Knob
 from schedlang.language.nodes import walk
-from schedlang.language.value import evaluate, shown
+from schedlang.language.value import evaluate, show_value
 from schedlang.passes.elaborate.declare import with_knobs
 
 if TYPE_CHECKING:
     from schedlang.passes.elaborate.state import State
 
-MOST = 1024  # combinations of knob values that are tried for a condition
+MAX_COMBINATIONS = 1024  # combinations of knob values that are tried for a condition
 # about the rtol of torch.testing.assert_close by dtype; without a model the largest one counts
-USUAL = {"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 2e-2}
+USUAL_RTOL = {"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 2e-2}
 Rows = Sequence[n.Rule | n.Do]
 
 
@@ -41,8 +41,10 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
             *_of_one_rank(file, state),
             *_loose_tolerances(file, state),
         ]
-        found += _empty_rows(file.items, state.idle)
-    return list(foremost(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col))))
+        found += _empty_rows(file.items, state.empty_rows)
+    return list(
+        limit_messages(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col)))
+    )
 
 
 # -- declared, and never used ----------------------------------------------------------------------
@@ -104,7 +106,7 @@ def _never_true(file: n.File, state: State) -> Iterator[Diagnostic]:
             title = f"`{printer.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
             knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
-            label = ", ".join(f"`{k.name}` is one of {shown(k.options)}" for k in knobs[:2])
+            label = ", ".join(f"`{k.name}` is one of {show_value(k.options)}" for k in knobs[:2])
             help_ = "drop the block, or widen the domain of a knob"
             yield _warning("W105", title, node, help_, label=label if len(label) < 80 else "")
 
@@ -112,10 +114,10 @@ def _never_true(file: n.File, state: State) -> Iterator[Diagnostic]:
 def _possible_values(test: n.Expr, state: State) -> set[object]:
     """Return the values of a condition over all values of its knobs; {None} where unknown."""
     names = {part for node in walk(test) for part in _uses(node)}
-    names |= {knob for axis, knob in state.sized.items() if axis in names}
+    names |= {knob for axis, knob in state.axis_knobs.items() if axis in names}
     knobs = [knob for name, knob in state.knobs.items() if name in names]
     options = [_options(knob) for knob in knobs]
-    if not all(options) or math.prod(map(len, options)) > MOST:
+    if not all(options) or math.prod(map(len, options)) > MAX_COMBINATIONS:
         return {None}
     found: set[object] = set()
     for values in itertools.product(*options):
@@ -142,7 +144,7 @@ def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
             if isinstance(arg, n.Keyword) and arg.name == "over" and isinstance(arg.value, n.Name):
                 by_axis.setdefault(arg.value.text, []).append(row)
     for axis, rows in by_axis.items():
-        knob = state.knobs.get(state.sized.get(axis, ""))
+        knob = state.knobs.get(state.axis_knobs.get(axis, ""))
         if state.axes.get(axis) != 1 or knob is None or knob.options in ((1,), ()):
             continue
         if knob.name not in state.settings.knobs and axis not in state.settings.mesh:
@@ -163,12 +165,14 @@ def _empty_rows(
             case n.Step(block=block) | n.Def(block=block):
                 found += _empty_rows(block.body, idle, maybe)
             case n.At(paths=paths, block=block):
-                found += _empty_rows(block.body, idle, maybe or any(p.maybe for p in paths))
+                found += _empty_rows(block.body, idle, maybe or any(p.optional for p in paths))
             case n.When(block=block, orelse=orelse):
                 found += _empty_rows(block.body, idle, maybe)
                 found += _empty_rows(orelse.body if orelse else (), idle, maybe)
             case n.Rule(call=call) | n.Do(call=call):
-                optional = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
+                optional = maybe or (
+                    isinstance(node, n.Rule) and any(p.optional for p in node.paths)
+                )
                 if optional and call.span in idle:
                     help_ = "drop the row; `schedlang tree FILE` shows the modules"
                     found.append(_warning("W201", "this row selects no module", node, help_))
@@ -180,8 +184,12 @@ def _empty_rows(
 
 def _loose_tolerances(file: n.File, state: State) -> Iterator[Diagnostic]:
     """Yield W702 for each `rtol` that is larger than usual for the model's dtype."""
-    dtypes = {fact.dtype for fact in state.facts.unique.values()} if state.facts else set(USUAL)
-    usual = max((USUAL.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    dtypes = (
+        {fact.dtype for fact in state.facts.unique_parameters.values()}
+        if state.facts
+        else set(USUAL_RTOL)
+    )
+    usual = max((USUAL_RTOL.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     for row in _rows(file):
         for arg in row.call.args if _is_checking(row) else ():
             if not isinstance(arg, n.Keyword) or arg.name != "rtol" or not usual:

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
 
 
-def only(plan: Plan, rows: Sequence[Action]) -> Plan:
+def plan_of_rows_only(plan: Plan, rows: Sequence[Action]) -> Plan:
     """Return a plan of some rows, on a mesh in which axes that no such row uses have size 1.
 
     Raises Refusal where these rows alone are not legal.
     """
-    used = of_rows(plan, rows).used_axes
+    used = plan_of_rows(plan, rows).used_axes
     axes = tuple((name, size if name in used else 1) for name, size in plan.mesh.axes)
-    return of_rows(plan, rows, replace(plan.mesh, axes=axes))
+    return plan_of_rows(plan, rows, replace(plan.mesh, axes=axes))
 
 
-def of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Plan:
+def plan_of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Plan:
     """Return a plan of other rows, with the model and decisions of `plan`, on its mesh or `mesh`.
 
     Raises Refusal where these rows alone are not legal.
@@ -48,7 +48,7 @@ def of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Pla
     return made
 
 
-def shown(action: Action) -> str:
+def describe_row(action: Action) -> str:
     """Return a row as text: its place, its modules and its primitive."""
     span = action.span
     where = f"{span.source.name}:{span.line}: " if span else ""
@@ -60,7 +60,7 @@ def shown(action: Action) -> str:
     return f"{where}{sites}  {action.primitive}".rstrip()
 
 
-def only_lines(plan: Plan, lines: str) -> Plan:
+def plan_of_lines(plan: Plan, lines: str) -> Plan:
     """Return the plan of the rows on the given lines, such as "11,14-17" (S705)."""
     wanted: set[int] = set()
     for part in lines.split(","):
@@ -79,10 +79,12 @@ def only_lines(plan: Plan, lines: str) -> Plan:
             f"no row is on the lines {lines}",
             helps=("give line numbers of the schedule file",),
         )
-    return only(plan, rows)
+    return plan_of_rows_only(plan, rows)
 
 
-def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str | None) -> str:
+def verify_command(
+    file: object, plan: Plan, seed: int, model: str | None, lines: str | None
+) -> str:
     """Return the shell command that repeats a verification."""
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
     parts = ["schedlang verify", str(file), f"--seed {seed}"]
@@ -92,7 +94,7 @@ def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str 
     return " ".join(parts)
 
 
-def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) -> bool:
+def expands_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) -> bool:
     """Return whether a file expands to a plan equal to `plan`; its rows may be grouped otherwise.
 
     Returns False where the file is refused.
@@ -108,13 +110,13 @@ def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) ->
 
 def _count_actions(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
     """Count the actions of a plan by (primitive, step, module)."""
-    return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.each)
+    return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.groups)
 
 
 Key = TypeVar("Key")
 
 
-def folded(sites: Sequence[str]) -> str:
+def fold_names(sites: Sequence[str]) -> str:
     """Return one text for several sites.
 
     It is `transformer.h.*.mlp` for sites that differ in numbers only, else the first site and the
@@ -142,7 +144,7 @@ def shape_of(site: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in site.split("."))
 
 
-def alike(
+def group_sites(
     sites: Iterable[str], key: Callable[[str], Key]
 ) -> Mapping[tuple[str, Key], tuple[str, ...]]:
     """Group sites by (`shape_of(site)`, `key(site)`), in the order of the first site of each."""
@@ -152,18 +154,18 @@ def alike(
     return {place: tuple(group) for place, group in found.items()}
 
 
-def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
-    """Return the path that `selector` finds for sites of one shape, as text for display.
+def describe_group(group: Sequence[str], everyone: Iterable[str]) -> str:
+    """Return the path that `selector_path` finds for sites of one shape, as text for display.
 
     Without such a path: the first site and the number of the others.
     """
-    found = selector(group, everyone)
+    found = selector_path(group, everyone)
     if found is None:
         return f"{group[0]} and {len(group) - 1} more"
     return ".".join(printer.seg(seg).replace("`", "") for seg in found.segs) or "the model"
 
 
-def selector(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
+def selector_path(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
     """Return the path that selects exactly the sites of `group`, which have one `shape_of`.
 
     The path is `h.*` if `group` has all sites of this shape among `everyone`. Otherwise numbers

@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    facts_of_unknown,
+    suggest_name,
+)
 from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Resolved
@@ -24,7 +30,7 @@ from schedlang.language import nodes as n
 from schedlang.language.kinds import Argument
 from schedlang.language.knob import Knob
 from schedlang.language.patterns import Pattern
-from schedlang.language.value import UNKNOWN, Names, evaluate, shown
+from schedlang.language.value import UNKNOWN, Names, evaluate, show_value
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
@@ -32,16 +38,16 @@ if TYPE_CHECKING:
     from schedlang.language.selector import Selector
 
 
-SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+SHORT_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def arguments_text(primitive: Primitive) -> str:
     """Return the arguments that differ from the defaults, as written: `stage=1, over=dp`."""
-    pairs = arguments_said(primitive)
+    pairs = argument_texts(primitive)
     return ", ".join(f"{name}={value}" if name else value for name, value in pairs)
 
 
-def arguments_said(primitive: Primitive) -> list[tuple[str, str]]:
+def argument_texts(primitive: Primitive) -> list[tuple[str, str]]:
     """Return (name, value as text) of the arguments that differ from the defaults.
 
     The name of a positional argument is "".
@@ -79,13 +85,13 @@ def _value_text(value: object) -> str:
         if names and len(value) == 1:
             return _value_text(value[0])
         return f"[{', '.join(map(_value_text, value))}]"
-    return shown(value)
+    return show_value(value)
 
 
-def short(dtype: str) -> str:
+def short_dtype(dtype: str) -> str:
     """Return the short name of a dtype: f32 for float32."""
     word = dtype.rstrip("0123456789")
-    return SHORT.get(word, word) + dtype[len(word) :]
+    return SHORT_DTYPES.get(word, word) + dtype[len(word) :]
 
 
 # what `relax(...)` of a step may name; `rounding` is always allowed
@@ -113,7 +119,7 @@ class Definition:
     """
 
     node: n.Def
-    above: Mapping[str, Definition] = field(repr=False)
+    earlier_defs: Mapping[str, Definition] = field(repr=False)
     knobs: Mapping[str, Any]
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
 
@@ -123,22 +129,23 @@ class State:
     """An immutable state of execution; executing a statement returns a new State.
 
     Without `facts` (no model) only names and arguments of rows are checked, and `plan` stays None.
-    `broken` holds declared names whose declaration was refused: statements that use these names
-    raise no further error. `idle` holds the places of rows whose selector matched no module.
+    `refused_names` holds declared names whose declaration was refused: statements that use these
+    names raise no further error. `empty_rows` holds the places of rows whose selector matched no
+    module.
     """
 
     facts: ModelFacts | None
     settings: Settings = Settings()
     knobs: Mapping[str, Knob] = field(default_factory=dict)
     mesh: Mesh | None = None
-    sized: Mapping[str, str] = field(default_factory=dict)  # axis -> the knob that is its size
+    axis_knobs: Mapping[str, str] = field(default_factory=dict)  # axis -> the knob that is its size
     defs: Mapping[str, Definition] = field(default_factory=dict)
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
-    broken: frozenset[str] = frozenset()
+    refused_names: frozenset[str] = frozenset()
     steps: tuple[str, ...] = ()
     step: n.Step | None = None
     plan: Plan | None = None
-    idle: tuple[Span, ...] = ()  # rows that selected nothing
+    empty_rows: tuple[Span, ...] = ()  # rows that selected nothing
     limits: Limits = Limits()  # of a search for settings
 
     @property
@@ -165,22 +172,22 @@ class State:
             plan = replace(plan, decisions=tuple((k.name, k.value) for k in knobs.values()))
         return replace(self, knobs=knobs, plan=plan)
 
-    def without(self, *names: str) -> State:
+    def with_refused(self, *names: str) -> State:
         """Return the state after the declaration of `names` was refused."""
-        return replace(self, broken=self.broken | set(names))
+        return replace(self, refused_names=self.refused_names | set(names))
 
 
-def current(selector: Selector, state: State) -> Selector:
+def current_selector(selector: Selector, state: State) -> Selector:
     """Return a selector over the present modules of the plan: rows may have replaced modules."""
     plan = state.plan
-    if plan is None or selector.tree is plan.model or not plan.model.rewritten:
+    if plan is None or selector.tree is plan.model or not plan.model.has_rewrites:
         return selector
     from schedlang.language.selector import Selector  # only needed with a model
 
     return Selector(plan.model)
 
 
-def start(facts: ModelFacts | None, settings: Settings) -> State:
+def initial_state(facts: ModelFacts | None, settings: Settings) -> State:
     """Return the state before the first statement."""
     if facts is None:
         return State(None, settings)
@@ -195,19 +202,19 @@ def job_size() -> int | None:
     return int(size) if size.isdigit() else None
 
 
-def no_primitive(name: n.Name, state: State) -> Diagnostic:
+def unknown_primitive(name: n.Name, state: State) -> Diagnostic:
     """Return diagnostic S301: the name is neither a primitive nor a definition above."""
     load_all()
     known = [*sorted(registry()), *state.defs]
-    helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
+    helps = VERBS.get(name.text) or (suggest_name(name.text, known, "there are"),)
     label = Label(name.span, "neither a primitive nor a `def` above this line")
-    title, facts = f"there is no primitive `{name.text}`", unknown(name.text)
+    title, facts = f"there is no primitive `{name.text}`", facts_of_unknown(name.text)
     if name.text not in VERBS:
-        facts = unknown(name.text, known)
+        facts = facts_of_unknown(name.text, known)
     return Diagnostic("S301", title, label, helps=helps, facts=facts)
 
 
-def arguments(call: n.Call, names: Names) -> list[Argument]:
+def evaluate_arguments(call: n.Call, names: Names) -> list[Argument]:
     """Return the evaluated arguments of a call."""
     found = []
     for arg in call.args:
@@ -218,7 +225,7 @@ def arguments(call: n.Call, names: Names) -> list[Argument]:
     return found
 
 
-def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
+def resolve_pattern(primitive: Primitive, state: State, span: Span) -> Primitive:
     """Return a row with the pattern that it names (S885 where there is no such pattern).
 
     Returns the row unchanged where an argument is unknown without a model.
@@ -232,7 +239,7 @@ def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
         raise refusal.at(span) from None
 
 
-def agreed(primitive: Primitive, state: State, span: Span) -> None:
+def check_agreement(primitive: Primitive, state: State, span: Span) -> None:
     """Refuse arguments that do not agree with each other.
 
     Skips the check where an argument is unknown without a model.

@@ -2,7 +2,7 @@
 
 How a verdict is made:
 
-* `posed` reads the files into a `Task`. `judge` makes a `Trial` of the task: the original in
+* `load_task` reads the files into a `Task`. `judge` makes a `Trial` of the task: the original in
   float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
 * The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`) and
   matches its tensors with the original's by value (`layouts.py`, `regions.py`), as well as its
@@ -38,53 +38,59 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
-from schedlang.passes.judge import waits
-from schedlang.passes.judge.beside import (
-    alike,
-    as_trained,
-    dropped,
-    initial,
-    of_dropout,
-    of_saved,
-    saved,
-)
-from schedlang.passes.judge.causes import causes
-from schedlang.passes.judge.kinds import kinds
-from schedlang.passes.judge.located import located
-from schedlang.passes.judge.parts import Parts
+from schedlang.passes.judge import async_collectives
+from schedlang.passes.judge.batch_parts import BatchParts
+from schedlang.passes.judge.explanations import explain_rows
+from schedlang.passes.judge.first_difference import find_first_module
+from schedlang.passes.judge.low_dtype import Comparison, cast_case, compare_low_dtype
+from schedlang.passes.judge.low_dtype_errors import explain_low_dtype
 from schedlang.passes.judge.program import Make, check_ranks, load_program
-from schedlang.passes.judge.record import Kept
-from schedlang.passes.judge.rounded import Compared, lowered, rounded
-from schedlang.passes.judge.trial import Progress, Trial
-from schedlang.passes.verify.asked import STEPS
-from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.finite import check_original, check_trained
-from schedlang.passes.verify.observe import Batch, Condition, Observation, conditions, observe
-from schedlang.passes.verify.original import Sequential, randomised
-from schedlang.passes.verify.runs import (
-    HALVED,
-    PADDED,
-    Batches,
-    Labels,
-    gaps,
-    idle,
-    integers,
-    unoffered,
-    varied,
+from schedlang.passes.judge.program_rows import (
+    adopt_optimizer,
+    align_observations,
+    dropout_gaps,
+    dropout_rows,
+    initial_rows,
+    saved_gaps,
+    saved_rows,
 )
-from schedlang.passes.verify.sides import Case, twin
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.trial import Progress, Trial
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import (
+    Batch,
+    Condition,
+    Observation,
+    observe,
+    standard_conditions,
+)
+from schedlang.passes.verify.original import Sequential, randomise
+from schedlang.passes.verify.original_checks import check_finite, check_trainable
+from schedlang.passes.verify.proof_case import Case, copy_original
+from schedlang.passes.verify.requirements import STEPS
+from schedlang.passes.verify.training_runs import (
+    HALF_VOCABULARY,
+    PADDING,
+    BatchSet,
+    LabelInput,
+    find_gaps,
+    missing_kinds,
+    non_float_tensors,
+    unused_parameters,
+    vary_batches,
+)
 from schedlang.report import Gap, Report
-from schedlang.runtime.batch import shares
+from schedlang.runtime.batch import split_rows
 from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.float64 import widened as wide
-from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.job import let_go
-from schedlang.runtime.launch.pool import Hang, Pool, shared, temporary
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.rng.logical_dropout import Still, Undropped
+from schedlang.runtime.float64 import to_float64 as wide
+from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
+from schedlang.runtime.launch.pool import Hang, Pool, shared_pool, temporary_folder
+from schedlang.runtime.launch.rank_job import lift_limit
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import ConstantDraws, NoDropout
 
 MOST_RANKS = 8
-IGNORED = -100  # the default of torch's losses
+IGNORE_INDEX = -100  # the default of torch's losses
 _CALLERS = ("judge/program.py", "judge/subject.py")  # files that call a user's functions
 
 
@@ -93,7 +99,7 @@ class Task:
     """Task of `judge`: a program, its original, and how the two are compared.
 
     vary    change some batches, so that they show what the given batches all hide
-    `told`  print ranks' lines on standard error, because standard output is a document
+    `quiet`  print ranks' lines on standard error, because standard output is a document
     dtype   name of the dtype that the program is run in; None: float64
     """
 
@@ -104,7 +110,7 @@ class Task:
     loss: Any = None
     seed: int = 0
     vary: bool = True
-    told: bool = False
+    quiet: bool = False
     dtype: str | None = None
 
 
@@ -123,19 +129,19 @@ def judge(
     """
     start = time.perf_counter()
     _check_world(task.world)
-    exact = check_trained(_float64_case(task))
+    exact = check_trainable(_float64_case(task))
     progress("the original")
     conditions, seen, derived = _conditions(exact, task)
     case = exact
     if task.dtype is not None:
-        case, conditions = lowered(task.dtype, _plain_case(task, task.original), conditions)
-    sides = pool or shared(), task.dtype is None, task.told
+        case, conditions = cast_case(task.dtype, _plain_case(task, task.original), conditions)
+    sides = pool or shared_pool(), task.dtype is None, task.quiet
     trial = Trial(case, task.make, task.world, tuple(conditions), *sides)
     try:
-        with temporary() as folder:
+        with temporary_folder() as folder:
             report = _Judging(task, trial, exact, seen, derived).verdict(folder, progress)
     except Hang as hang:
-        raise hang.of_users(_CALLERS) from None
+        raise hang.with_user_calls(_CALLERS) from None
     report = replace(report, title=title, command=command)
     return replace(report, seconds=time.perf_counter() - start)
 
@@ -153,45 +159,49 @@ class _Judging:
     task: Task
     trial: Trial
     exact: Case
-    seen: Batches
+    seen: BatchSet
     derived: Sequence[str]
 
     def verdict(self, folder: str, progress: Progress) -> Report:
         """Run both sides, compare them, and explain the differences."""
-        trial, actual, record = self.trial.ran(folder, progress)
-        conditions, actual = as_trained(trial.conditions, actual, record)
+        trial, actual, record = self.trial.train(folder, progress)
+        conditions, actual = adopt_optimizer(trial.conditions, actual, record)
         if self.task.dtype is None:
             found = _in_float64(trial, conditions, actual, record)
         else:
-            found = rounded(self.task.dtype, trial, conditions, actual, record)
-        check_original(self.exact, conditions, found.first)
+            found = compare_low_dtype(self.task.dtype, trial, conditions, actual, record)
+        check_finite(self.exact, conditions, found.own_choices)
         report = Report(
             (
-                *initial(trial.case.plan.model.model, record),
-                *dropped(trial.drops, record),
-                *waits.rows(record.unwaited),
+                *initial_rows(trial.case.plan.model.model, record),
+                *dropout_rows(trial.drops, record),
+                *async_collectives.unwaited_rows(record.unwaited),
                 *found.rows,
-                *saved(trial.case, found.actual, record, conditions),
+                *saved_rows(trial.case, found.actual, record, conditions),
                 *(record.loaded.rows(conditions[-1]) if record.loaded else ()),
             ),
             facts=(*self._facts(record), *found.facts),
             gaps=self._gaps(trial, found, record),
-            unchecked=tuple(found.unsure),
+            unchecked=tuple(found.undecided),
         )
         if all(row.ok for row in report.rows):
             return report
         progress("the kind of mistake")
-        where = located(trial, conditions, report, record, self.task.dtype, found.chosen)
+        where = find_first_module(trial, conditions, report, record, self.task.dtype, found.chosen)
         named = replace(trial, conditions=tuple(conditions))
-        parts = Parts(named if trial.wide else named.exact, self.seen.labels, where.rows)
+        parts = BatchParts(
+            named if trial.float64 else named.in_float64, self.seen.labels, where.rows
+        )
         if found.bounds is None:
-            said = kinds(report, found.expected, found.actual, record, trial.world, parts, where)
+            said = explain_rows(
+                report, found.expected, found.actual, record, trial.world, parts, where
+            )
         else:
             about = found.bounds, found.actual, record, trial.world, parts, where
-            said = causes(report.rows, *about)
+            said = explain_low_dtype(report.rows, *about)
         return replace(report, localised=said)
 
-    def _facts(self, record: Kept) -> Iterator[tuple[str, str]]:
+    def _facts(self, record: RunRecord) -> Iterator[tuple[str, str]]:
         holdings, ranks = record.holdings, self.task.world
         assert holdings is not None
         yield "", f"{ranks} rank{'s' * (ranks > 1)}"
@@ -202,44 +212,51 @@ class _Judging:
             yield "mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items())
         if self.derived:
             yield "derived", ", ".join(self.derived)
-        if by_name := sorted({one.name for one in holdings.everything if one.by == "name"}):
+        if by_name := sorted(
+            {one.name for one in holdings.all_tensors if one.matched_by == "name"}
+        ):
             yield "matched by name", ", ".join(by_name[:8])
         for name, count in holdings.padding.items():
             yield "padding", f"{count} elements of {name}"
 
-    def _gaps(self, trial: Trial, found: Compared, record: Kept) -> tuple[Gap, ...]:
+    def _gaps(self, trial: Trial, found: Comparison, record: RunRecord) -> tuple[Gap, ...]:
         assert record.holdings is not None
         named = dict(trial.case.plan.model.model.named_parameters())
         sizes = {name: p.numel() for name, p in named.items()}
         drawn = len(trial.drops.sites)
-        gone = gaps(self.seen, sizes=record.holdings.axes, drawn=drawn, parameters=sizes)
+        gone = find_gaps(self.seen, sizes=record.holdings.axes, drawn=drawn, parameters=sizes)
         left = [one for one in gone if one.condition != "no float inputs"]
-        left += of_dropout(trial.drops, record)
+        left += dropout_gaps(trial.drops, record)
         if all(p.requires_grad for p in named.values()):
             left.append(Gap("no frozen parameters", "frozen weights that are updated"))
-        left += of_saved(record)
-        for name in sorted(record.lost):
+        left += saved_gaps(record)
+        for name in sorted(record.lost_buffers):
             left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
-        return (*waits.gaps(record.low), *left, *idle(found.expected), *unoffered(found.actual))
+        return (
+            *async_collectives.low_dtype_gaps(record.low_dtypes),
+            *left,
+            *unused_parameters(found.expected),
+            *missing_kinds(found.actual),
+        )
 
 
 def _in_float64(
-    trial: Trial, conditions: Sequence[Condition], seen: Observation, record: Kept
-) -> Compared:
+    trial: Trial, conditions: Sequence[Condition], seen: Observation, record: RunRecord
+) -> Comparison:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
     def make(one: Condition) -> Sequential:
         options: dict[str, Any] = {"clip": one.clip, "evaluate": one.evaluate, "follow": False}
-        return Sequential(twin(trial.case), one.optimizer, loss=trial.case.loss, **options)
+        return Sequential(copy_original(trial.case), one.optimizer, loss=trial.case.loss, **options)
 
-    with ambient(*trial.modes):
+    with enter_modes(*trial.modes):
         first = observe(make, conditions, folder=trial.drops.folder)
-    expected, actual = alike(first, seen, record)
-    return Compared(compare(expected, actual), first, expected, actual)
+    expected, actual = align_observations(first, seen, record)
+    return Comparison(compare(expected, actual), first, expected, actual)
 
 
 @dataclass(frozen=True)
-class Posed:
+class JudgeTask:
     """A task, and the files (of the program, of the original) that every rank must load."""
 
     task: Task
@@ -249,12 +266,14 @@ class Posed:
     @contextlib.contextmanager
     def pool(self) -> Iterator[Pool]:
         """Start ranks that can load the files."""
-        with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
+        with Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES), files=dict(self.files)) as pool:
             yield pool
-            let_go()  # the verdict is made: ending ranks does not count for its timeout
+            lift_limit()  # the verdict is made: ending ranks does not count for its timeout
 
 
-def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
+def load_task(
+    program: Make | Path, model: str | None, ranks: int | None, **options: Any
+) -> JudgeTask:
     """Read the files of a program and of its original; default: the `model.py` beside the program.
 
     `options` are fields of `Task`. A field that `options` names replaces what the files say.
@@ -276,7 +295,7 @@ def posed(program: Make | Path, model: str | None, ranks: int | None, **options:
         options.setdefault("loss", found.loss)
         if "batches" not in options:
             options["batches"] = tuple(found.batch(seed + step) for step in range(STEPS))
-    return Posed(Task(make, world=ranks, **options), title, files)
+    return JudgeTask(Task(make, world=ranks, **options), title, files)
 
 
 def _check_world(world: int) -> None:
@@ -293,7 +312,7 @@ def _float64_case(task: Task) -> Case:
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
-    module = randomised(as_float64(task.original), task.seed)
+    module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
     return replace(case, batches=tuple(wide(dict(batch)) for batch in case.batches))
 
@@ -302,7 +321,7 @@ def _plain_case(task: Task, module: nn.Module) -> Case:
     return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
-def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:
+def _conditions(case: Case, task: Task) -> tuple[list[Condition], BatchSet, list[str]]:
     """Return the conditions, the batches that all runs use, and the names of derived changes.
 
     SGD trains on the batches as given; AdamW, clipped, trains on variants of them.
@@ -310,31 +329,31 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
     given = case.batches
 
     def cut(count: int) -> list[range]:
-        return [part for part in shares(count, task.world) if part]
+        return [part for part in split_rows(count, task.world) if part]
 
     norm = _norm(case, given[0])
     assert norm is not None
-    names = [n for n, v in integers(given[0]).items() if "label" in n or "target" in n]
+    names = [n for n, v in non_float_tensors(given[0]).items() if "label" in n or "target" in n]
     found = {name: _ignored_label(case, given, name) for name in names}
-    labels = [Labels(name, value) for name, value in found.items() if value is not None]
-    seen = Batches(given, cut, labels)
+    labels = [LabelInput(name, value) for name, value in found.items() if value is not None]
+    seen = BatchSet(given, cut, labels)
     made, derived = list(given), []
     if task.vary:
-        made, said = varied(seen, (PADDED, HALVED))
+        made, said = vary_batches(seen, (PADDING, HALF_VOCABULARY))
         for place, words in said.items():
             if _norm(case, made[place]) is None:
                 made[place] = given[place]
             else:
                 derived += words
-    made_conditions = [replace(one, follow=False) for one in conditions(given, norm, made)]
+    made_conditions = [replace(one, follow=False) for one in standard_conditions(given, norm, made)]
     return made_conditions, replace(seen, all=(*given, *made)), derived
 
 
 def _norm(case: Case, batch: Batch) -> float | None:
     """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
-        with ambient(Float64(), Undropped(Still())):
-            norm = Sequential(twin(case), loss=case.loss).norm(batch)
+        with enter_modes(Float64(), NoDropout(ConstantDraws())):
+            norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(batch)
     except Refusal:
         raise
     except Exception as error:  # any error of the model for a derived batch
@@ -350,7 +369,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
 def _ignored_label(case: Case, given: Sequence[Batch], name: str) -> int | None:
     """Return the label that the loss ignores: -100 if accepted, else a negative one."""
     least = min(int(batch[name].min()) for batch in given if batch[name].numel())
-    for value in (IGNORED, least):
+    for value in (IGNORE_INDEX, least):
         changed = given[0][name].clone().reshape(-1)
         changed[-1:] = value
         batch = {**given[0], name: changed.reshape(given[0][name].shape)}

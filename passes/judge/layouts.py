@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quote_names
 from schedlang.passes.judge.program import TrainingProgram
 from schedlang.passes.judge.regions import Region
 from schedlang.runtime.comm import world as comm
@@ -27,7 +27,7 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 _MOST_LISTED = 8
 
 
-class Table:
+class ElementIndex:
     """Index of all elements of the original's parameters, to look them up by value."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,28 +72,28 @@ class Table:
         """Pickle names and shapes, without values."""
         return {k: v for k, v in vars(self).items() if k not in ("parameters", "_found")}
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Free the sorted values; the next lookup builds them again."""
         self.__dict__.pop("_found", None)
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def represents(self, dtype: torch.dtype) -> bool:
         """Return whether a dtype represents some original dtype exactly; it may be wider."""
         return any(torch.promote_types(dtype, own) == dtype for own in self.dtypes)
 
-    def same(self, name: str, numbers: Tensor, values: Tensor) -> bool:
+    def equals_elements(self, name: str, numbers: Tensor, values: Tensor) -> bool:
         """Return whether values equal a parameter's elements at these indices."""
         p = self.parameters[name].detach().to(values.dtype)
         if numbers.numel() != values.numel():
             return False
-        region = Region.of(numbers.reshape(-1) - self.starts[name], numbers.shape)
-        here = region.within(p.reshape(-1)).reshape(values.shape)
+        region = Region.from_numbers(numbers.reshape(-1) - self.starts[name], numbers.shape)
+        here = region.read(p.reshape(-1)).reshape(values.shape)
         return torch.equal(here, values.detach())
 
-    def has(self, one: Held, own: Tensor) -> bool:
+    def still_matches(self, one: RankTensor, own: Tensor) -> bool:
         """Return whether a rank's tensor still has the values of the elements that it holds."""
         flat = own.reshape(-1)
         return not one.padding and all(
-            torch.equal(here.within(flat).reshape(-1), there.within(p).reshape(-1).to(own.dtype))
+            torch.equal(here.read(flat).reshape(-1), there.read(p).reshape(-1).to(own.dtype))
             for name, (here, there) in one.pieces.items()
             for p in (self.parameters[name].detach().reshape(-1),)
         )
@@ -103,7 +103,9 @@ class Table:
         start, shape = self.starts[name], self.shapes[name]
         return torch.arange(start, start + shape.numel()).reshape(shape)
 
-    def pieces(self, index: Tensor, shape: Sequence[int]) -> dict[str, tuple[Region, Region]]:
+    def split_by_parameter(
+        self, index: Tensor, shape: Sequence[int]
+    ) -> dict[str, tuple[Region, Region]]:
         """Return by parameter the region in a rank's tensor, and the region in the parameter."""
         here = (index >= 0).nonzero().reshape(-1)
         owners = torch.bucketize(index[here], self._bounds, right=True)
@@ -111,41 +113,41 @@ class Table:
         for owner in sorted(set(owners.tolist())):
             name, mine = self.names[owner], here[owners == owner]
             there = index[mine] - self.starts[name]
-            found[name] = Region.of(mine), Region.of(there, shape)
+            found[name] = Region.from_numbers(mine), Region.from_numbers(there, shape)
         return found
 
 
 @dataclass(frozen=True)
-class Held:
+class RankTensor:
     """A rank's parameter, and which elements of the original it holds.
 
     name      its name on the rank
-    `by`      "values" or "name"
+    `matched_by`      "values" or "name"
     padding   number of elements that are not the original's
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    trains: bool
-    by: str  # "values" or "name"
+    requires_grad: bool
+    matched_by: str  # "values" or "name"
     mesh: tuple[tuple[str, int], ...] = ()
     pieces: Mapping[str, tuple[Region, Region]] = field(default_factory=dict)
     padding: int = 0  # elements that are not the original's
 
-    def of(self, name: str, p: nn.Parameter) -> bool:
+    def describes(self, name: str, p: nn.Parameter) -> bool:
         """Return whether this describes a parameter, by all facts except its values."""
-        own = local(p)
+        own = local_tensor(p)
         seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh_axes(p)
-        return seen == (self.name, self.shape, self.dtype, self.trains, self.mesh)
+        return seen == (self.name, self.shape, self.dtype, self.requires_grad, self.mesh)
 
 
-def local(value: Tensor) -> Tensor:
+def local_tensor(value: Tensor) -> Tensor:
     """Return a tensor's local part, if it is a DTensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def unique_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a rank's parameters, each once, with their names.
 
     With several chunks, names begin with the chunk's number.
@@ -158,7 +160,7 @@ def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
                 yield (f"{number}:{name}" if len(modules) > 1 else name), p
 
 
-def candidates(name: str) -> Iterator[str]:
+def candidate_names(name: str) -> Iterator[str]:
     """Yield possible original names: the name itself, and the name without parts from wrappers."""
     words = name.partition(":")[2].split(".") if ":" in name else name.split(".")
     yield ".".join(words)
@@ -169,25 +171,27 @@ def candidates(name: str) -> Iterator[str]:
         yield ".".join(words)
 
 
-def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
+def find_original_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
     """Return the original's name: from the program's `names`, or derived from the name itself."""
     plain = name.partition(":")[2] or name
     given_name = program.original_name(plain)
     if given_name is not None:
         if given_name not in known:
             title = f"`names` maps `{plain}` to `{given_name}`, which the original does not have"
-            helps = (f"the original has {quoted(known)}",)
+            helps = (f"the original has {quote_names(known)}",)
             raise Refusal(Diagnostic("S767", title, helps=helps))
         return given_name
-    return next((one for one in candidates(name) if one in known), None)
+    return next((one for one in candidate_names(name) if one in known), None)
 
 
-def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]:
+def match_parameters(
+    program: TrainingProgram, table: ElementIndex
+) -> tuple[list[RankTensor], list[str]]:
     """Match this rank's parameters; also return descriptions of those without a match."""
     found, lost = [], []
-    for name, p in named(program.modules):
-        own = local(p.detach())
-        if own.is_floating_point() and not table.takes(own.dtype):
+    for name, p in unique_parameters(program.modules):
+        own = local_tensor(p.detach())
+        if own.is_floating_point() and not table.represents(own.dtype):
             meant = ", ".join(_dtype_name(one) for one in table.dtypes)
             lost.append(f"`{name}` is {_dtype_name(own.dtype)}, not {meant}")
             continue
@@ -195,11 +199,11 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
         if numbers is None:
             lost.append(f"`{name}` {tuple(p.shape)}")
             continue
-        pieces, padding = table.pieces(numbers, own.shape), int((numbers < 0).sum())
+        pieces, padding = table.split_by_parameter(numbers, own.shape), int((numbers < 0).sum())
         shape = tuple(own.shape)
         about = name, shape, own.dtype, p.requires_grad, by
-        found.append(Held(*about, _mesh_axes(p), pieces, padding))
-    table.forget()
+        found.append(RankTensor(*about, _mesh_axes(p), pieces, padding))
+    table.clear_cache()
     return found, lost
 
 
@@ -215,19 +219,19 @@ def _mesh_axes(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
 
 
 def _find_indices(
-    program: TrainingProgram, table: Table, name: str, p: nn.Parameter, own: Tensor
+    program: TrainingProgram, table: ElementIndex, name: str, p: nn.Parameter, own: Tensor
 ) -> tuple[Tensor | None, str]:
     """Return the indices of a parameter's elements and how they were found; None: no match.
 
     A parameter with a known name whose values match is done; only others are looked up by value.
     """
-    original = known_name(program, name, table.aliases)
+    original = find_original_name(program, name, table.aliases)
     known = None
     if original is not None and (
         isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[original]]
     ):
         known = _indices_by_name(program, table, name, table.aliases[original], p)
-        if known is not None and table.same(table.aliases[original], known, own):
+        if known is not None and table.equals_elements(table.aliases[original], known, own):
             return known.reshape(-1), "values" if own.numel() else "name"
     index = table.find(own)
     if bool((index >= 0).all()) and (own.numel() or original is None):
@@ -260,7 +264,7 @@ def _is_padding(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
 
 
 def _indices_by_name(
-    program: TrainingProgram, table: Table, name: str, original: str, p: nn.Parameter
+    program: TrainingProgram, table: ElementIndex, name: str, original: str, p: nn.Parameter
 ) -> Tensor | None:
     """Return the indices of a rank's part of a tensor with a known name; None if shapes differ."""
     full = table.numbers(original)
@@ -271,11 +275,11 @@ def _indices_by_name(
         return spread.to_local()
     layout = (program.layouts or {}).get(name.partition(":")[2] or name)
     if layout is not None:
-        return declared(name, layout, full)
+        return declared_shard(name, layout, full)
     return full if p.shape == full.shape else None
 
 
-def declared(name: str, declaration: Any, full: Tensor) -> Tensor:
+def declared_shard(name: str, declaration: Any, full: Tensor) -> Tensor:
     """Return the part of a full tensor that this rank has by the user's declaration."""
     placement, ranks = declaration if isinstance(declaration, tuple) else (declaration, None)
     rank = comm.rank()
@@ -302,11 +306,11 @@ def declared(name: str, declaration: Any, full: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class RankLayouts:
     """Layouts of all ranks' parameters, and the original's elements that no rank holds."""
 
-    ranks: tuple[tuple[Held, ...], ...]
-    table: Table = field(repr=False)
+    ranks: tuple[tuple[RankTensor, ...], ...]
+    table: ElementIndex = field(repr=False)
 
     @cached_property
     def missing(self) -> dict[str, int]:
@@ -314,22 +318,24 @@ class Holdings:
         gone = {}
         for name in self.table.names:
             there = torch.zeros(self.table.shapes[name].numel(), dtype=torch.bool)
-            for one in self.everything:
+            for one in self.all_tensors:
                 if name in one.pieces:
-                    one.pieces[name][1].put(there, True)
+                    one.pieces[name][1].write(there, True)
             gone[name] = int((~there).sum())
         return {name: count for name, count in gone.items() if count}
 
-    def stands(self, rank: int, modules: Sequence[nn.Module], table: Table) -> bool:
+    def still_matches(self, rank: int, modules: Sequence[nn.Module], table: ElementIndex) -> bool:
         """Return whether a rank's parameters still have the values and layouts that were found."""
-        now, before = [*named(modules)], self.ranks[rank]
+        now, before = [*unique_parameters(modules)], self.ranks[rank]
         return len(now) == len(before) and all(
-            one.by == "values" and one.of(name, p) and table.has(one, local(p.detach()))
+            one.matched_by == "values"
+            and one.describes(name, p)
+            and table.still_matches(one, local_tensor(p.detach()))
             for (name, p), one in zip(now, before, strict=True)
         )
 
     @property
-    def everything(self) -> Iterator[Held]:
+    def all_tensors(self) -> Iterator[RankTensor]:
         """All parameters of all ranks."""
         return (one for rank in self.ranks for one in rank)
 
@@ -346,12 +352,12 @@ class Holdings:
                 name = first[name]
             return name
 
-        for one in self.everything:
+        for one in self.all_tensors:
             joined = sorted((of(name) for name in one.pieces), key=self.table.names.index)
             for other in joined[1:]:
                 first[other] = joined[0]
         found = {name: of(name) for name in first}
-        for one in self.everything:
+        for one in self.all_tensors:
             for name in one.pieces:
                 found.setdefault(one.name, found[name])
         return found
@@ -359,34 +365,36 @@ class Holdings:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype that ranks store a parameter in, by original name; maybe wider than its own."""
-        first = {name: one.dtype for one in self.everything for name in one.pieces}
+        first = {name: one.dtype for one in self.all_tensors for name in one.pieces}
         return {name: first[own] for name, own in self.table.aliases.items() if own in first}
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes of all DTensors."""
-        return {name: size for one in self.everything for name, size in one.mesh if size > 1}
+        return {name: size for one in self.all_tensors for name, size in one.mesh if size > 1}
 
     @property
     def padding(self) -> dict[str, int]:
         """Number of padding elements on all ranks, by tensor."""
         count: Counter[str] = Counter()
-        for one in self.everything:
+        for one in self.all_tensors:
             count[one.name] += one.padding
         return dict(+count)
 
 
-def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> Holdings:
+def join_layouts(
+    everyone: Sequence[tuple[list[RankTensor], list[str]]], table: ElementIndex
+) -> RankLayouts:
     """Join all ranks' layouts; refuse (S763) tensors that match nothing in the original."""
     lost = {text: rank for rank, (_, texts) in reversed([*enumerate(everyone)]) for text in texts}
-    holdings = Holdings(tuple(tuple(found) for found, _ in everyone), table)
+    holdings = RankLayouts(tuple(tuple(found) for found, _ in everyone), table)
     if not lost:
         return holdings
     (text, rank), *_ = lost.items()
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
     if holdings.missing:
-        notes.append(f"no rank holds {quoted(holdings.missing)} of the original")
+        notes.append(f"no rank holds {quote_names(holdings.missing)} of the original")
     raise Refusal(
         Diagnostic(
             "S763",

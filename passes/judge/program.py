@@ -13,23 +13,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.culprit import at_frame, file_of, frames_in
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    guess,
+    facts_of_unknown,
     kind_of,
-    unknown,
+    suggest_name,
 )
-from schedlang.ir.modelfile import imported
+from schedlang.diagnostics.user_errors import at_frame, file_of, frames_in
+from schedlang.ir.modelfile import import_file
 from schedlang.runtime.launch.forkserver import is_consequence
 
 if TYPE_CHECKING:
     from torch import nn
 
 IMPORT_NAME = "schedlang_program_file"
-WAYS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
+LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
 _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
@@ -86,7 +86,7 @@ class TrainingProgram:
             return (self.names or {}).get(name)
         from schedlang.runtime.comm import world
 
-        with telling(self.names, "names", world.rank()):
+        with user_errors(self.names, "names", world.rank()):
             return self.names(name)
 
 
@@ -125,28 +125,30 @@ def load_program(path: Path) -> ProgramFile:
     found = path.resolve()
     if path.is_file() and str(found.parent) not in sys.path:
         sys.path.insert(0, str(found.parent))  # as `python program.py` has it
-    module = imported(IMPORT_NAME, path)
+    module = import_file(IMPORT_NAME, path)
     if not callable(getattr(module, "program", None)):
         defined = [word for word in vars(module) if not word.startswith("_")]
         title = f"`{path.name}` defines no `program(model)`"
-        helps = (guess("program", defined, "it defines"), f"write `{FORM}`")
-        raise Refusal(Diagnostic("S761", title, helps=helps, facts=unknown("program", defined)))
+        helps = (suggest_name("program", defined, "it defines"), f"write `{FORM}`")
+        raise Refusal(
+            Diagnostic("S761", title, helps=helps, facts=facts_of_unknown("program", defined))
+        )
     return ProgramFile(module, found)
 
 
-def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
+def make_program(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
     """Call a user's `program` on a rank; refuse (S761, S767) an invalid result."""
-    with telling(make, "program", rank):
+    with user_errors(make, "program", rank):
         found = make(model)
     if not isinstance(found, TrainingProgram):
         what = "nothing" if found is None else kind_of(found)
         title = f"`program` returns {what} on rank {rank}, not a TrainingProgram"
         raise Refusal(Diagnostic("S761", title, helps=("return one on every rank", FORM)))
-    check(found, rank)
+    check_program(found, rank)
     return found
 
 
-def check(program: TrainingProgram, rank: int) -> None:
+def check_program(program: TrainingProgram, rank: int) -> None:
     """Refuse (S761, S767) a program with invalid parts."""
     from torch import nn
 
@@ -161,9 +163,9 @@ def check(program: TrainingProgram, rank: int) -> None:
         raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
     for part in _TAKES_BATCH:
         _check_takes_one(getattr(program, part), part, rank)
-    if program.world_loss not in WAYS:
+    if program.world_loss not in LOSS_REDUCTIONS:
         title = f"`world_loss` is {program.world_loss!r}"
-        helps = (guess(str(program.world_loss), WAYS, "choose one of"),)
+        helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
         raise Refusal(Diagnostic("S767", title, helps=helps))
     for part, (kinds, wanted) in _PARTS.items():
         found = getattr(program, part)
@@ -220,7 +222,7 @@ def check_norm(found: Any, rank: int) -> float:
     raise Refusal(Diagnostic("S767", title, helps=helps))
 
 
-def with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+def call_with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
     """Call a user's function, with the optimizer if it has a parameter of that name."""
     if takes_optimizer(function):
         return function(*args, optimizer=optimizer)
@@ -246,7 +248,7 @@ def check_ranks(ranks: object) -> None:
 
 
 @contextmanager
-def telling(make: Make, what: str, rank: int) -> Iterator[None]:
+def user_errors(make: Make, what: str, rank: int) -> Iterator[None]:
     """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank."""
     try:
         yield

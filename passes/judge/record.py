@@ -6,42 +6,52 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.judge.choices import Moment, Noted
-from schedlang.passes.judge.copies import Copy
-from schedlang.passes.judge.layouts import Holdings
-from schedlang.passes.judge.masks import Met
+from schedlang.passes.judge.discrete_choices import Moment, RecordedChoices
+from schedlang.passes.judge.dropout_masks import RankDropoutSites
+from schedlang.passes.judge.layouts import RankLayouts
+from schedlang.passes.judge.rank_copies import RankCopy
 
 if TYPE_CHECKING:
-    from schedlang.passes.judge.loaded import Loaded
+    from schedlang.passes.judge.state_loading import LoadErrors
 
 
 @dataclass
-class Kept:
+class RunRecord:
     """Facts that ranks record besides their observation, to explain a mistake later."""
 
     # gradients of the first step, by (whether the condition clips, name of the parameter)
-    copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
+    copies: dict[tuple[bool, str], list[RankCopy]] = field(default_factory=dict)
     initial: MutableMapping[str, Any] | None = None  # full parameters at the start
-    unlike: dict[str, float] = field(default_factory=dict)  # differences of ranks' copies then
+    start_errors: dict[str, float] = field(
+        default_factory=dict
+    )  # differences of ranks' copies then
     optimizer: bytes | None = None  # the program's own optimizer, pickled for the original
-    holdings: Holdings | None = None
-    lost: set[str] = field(default_factory=set)  # buffers that no rank has under a known name
+    holdings: RankLayouts | None = None
+    lost_buffers: set[str] = field(
+        default_factory=set
+    )  # buffers that no rank has under a known name
     offers: set[str] = field(default_factory=set)  # optional parts that the program offers
     losses: list[float] = field(default_factory=list)  # the ranks' losses of the first step
     saved: Mapping[str, Any] | None = None  # full tensors of the saved state
-    met: Met = field(default_factory=Met)
+    dropout_sites: RankDropoutSites = field(default_factory=RankDropoutSites)
     compiled: bool = False  # whether some module of the program is compiled
-    stray: set[str] = field(default_factory=set)  # modules whose dropout calls differ by step
+    irregular_modules: set[str] = field(
+        default_factory=set
+    )  # modules whose dropout calls differ by step
     masks: dict[str, str] = field(default_factory=dict)  # modules with wrong own masks, and why
-    low: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
+    low_dtypes: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
     strided: set[tuple[str, str]] = field(default_factory=set)  # see `waits.Heard.strided`
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # call -> ranks
-    stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes
-    replaced: set[str] = field(default_factory=set)  # parameters that the step replaces
-    loaded: Loaded | None = None  # None: `load` is not offered
-    chosen: Mapping[Moment, Sequence[Noted]] = field(default_factory=dict)  # by all ranks
+    changed_by_step: set[str] = field(
+        default_factory=set
+    )  # parameters that the step itself changes
+    replaced_by_step: set[str] = field(default_factory=set)  # parameters that the step replaces
+    loaded: LoadErrors | None = None  # None: `load` is not offered
+    choices: Mapping[Moment, Sequence[RecordedChoices]] = field(
+        default_factory=dict
+    )  # by all ranks
     folder: str | None = None  # of files in which ranks exchange large tensors
 
-    def of(self, condition: str, name: str) -> list[Copy]:
+    def gradient_copies(self, condition: str, name: str) -> list[RankCopy]:
         """Return the ranks' gradients of a parameter in the first step under a condition."""
         return self.copies.get(("clipped" in condition, name), [])

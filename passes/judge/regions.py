@@ -23,7 +23,7 @@ class Region:
     listed: Tensor | None = None
 
     @classmethod
-    def of(cls, numbers: Tensor, shape: Sequence[int] = ()) -> Region:
+    def from_numbers(cls, numbers: Tensor, shape: Sequence[int] = ()) -> Region:
         """Make a region of a sequence of indices.
 
         The region is a grid of `shape` or a line if the indices form one, else a list.
@@ -50,25 +50,25 @@ class Region:
             found = found + (torch.arange(size) * stride).reshape(form)
         return found.reshape(-1)
 
-    def within(self, flat: Tensor) -> Tensor:
+    def read(self, flat: Tensor) -> Tensor:
         """Return these elements of a flat tensor in the grid's shape: a view, except for a list."""
         if self.listed is not None:
             return flat[self.listed]
         start = flat.storage_offset() + self.start
         return flat.as_strided(self.shape, self.strides, start)
 
-    def put(self, flat: Tensor, values: Tensor | bool | float) -> None:
+    def write(self, flat: Tensor, values: Tensor | bool | float) -> None:
         """Write these elements of a flat tensor."""
         if isinstance(values, Tensor):
             values = values.reshape(self.shape).to(flat.dtype)
         if self.listed is not None:
             flat[self.listed] = values
         elif isinstance(values, Tensor):
-            self.within(flat).copy_(values)
+            self.read(flat).copy_(values)
         else:
-            self.within(flat).fill_(values)
+            self.read(flat).fill_(values)
 
-    def alike(self, other: Region) -> bool:
+    def equals(self, other: Region) -> bool:
         """Return whether two regions have the same indices in the same order."""
         if self.listed is None and other.listed is None and self.shape == other.shape:
             return (self.start, self.strides) == (other.start, other.strides)

@@ -16,44 +16,44 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quote_names
 from schedlang.ir import pytree
-from schedlang.passes.judge.copies import Copy, joined
 from schedlang.passes.judge.layouts import (
     WRAPPERS,
-    Holdings,
-    Table,
-    candidates,
-    declared,
-    held,
-    known_name,
-    local,
-    named,
-    together,
+    ElementIndex,
+    RankLayouts,
+    candidate_names,
+    declared_shard,
+    find_original_name,
+    join_layouts,
+    local_tensor,
+    match_parameters,
+    unique_parameters,
 )
 from schedlang.passes.judge.program import (
     Make,
     TrainingProgram,
+    call_with_optimizer,
     check_norm,
     check_optimizer,
-    made,
-    telling,
-    with_optimizer,
+    make_program,
+    user_errors,
 )
-from schedlang.passes.judge.record import Kept
-from schedlang.passes.verify.compare import over
-from schedlang.passes.verify.observe import Batch, Condition, flattened
-from schedlang.passes.verify.spilled import Tensors, spill
+from schedlang.passes.judge.rank_copies import RankCopy, assemble
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.verify.compare import ratio
+from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
+from schedlang.passes.verify.observe import Batch, Condition, flatten_output
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
-from schedlang.runtime.launch import pickled
-from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.training import Training
+from schedlang.runtime.launch import pickling
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
+from schedlang.runtime.training_mode import TrainingMode
 
 EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
-class Judged:
+class ProgramSubject:
     """One rank's program under one condition; see `passes.verify.observe.Subject`.
 
     `begin(step)` is called at the start of each step, so that the step draws its own masks.
@@ -66,39 +66,39 @@ class Judged:
         make: Make,
         original: nn.Module,
         condition: Condition,
-        record: Kept,
+        record: RunRecord,
         begin: Callable[[int], None] = lambda step: None,
-        like: Judged | None = None,
+        like: ProgramSubject | None = None,
     ) -> None:
         self.make, self.condition, self.record, self.begin = make, condition, record, begin
         self.original = original
-        self.rank, self.table = world.rank(), Table(original)
+        self.rank, self.table = world.rank(), ElementIndex(original)
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
         saved = set(model.state_dict())
         self._saved_buffers = saved - set(self.table.aliases)
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
-        self.program: TrainingProgram = made(make, model, self.rank)
+        self.program: TrainingProgram = make_program(make, model, self.rank)
         if like is None:
             self.holdings = self._find_layouts()
         else:
             self.holdings = _reuse_layouts(like, self.program)
         record.holdings = record.holdings or self.holdings
         record.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
-        parameters = [p for _, p in named(self.program.modules)]
+        parameters = [p for _, p in unique_parameters(self.program.modules)]
         self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [one for module in self.program.modules for one in module.modules()]
         record.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
-        self._training = [Training(module) for module in self.program.modules]
+        self._training = [TrainingMode(module) for module in self.program.modules]
         for number, module in enumerate(self.program.modules):
             named_sites(module, self._prefix(number))
         self._train()
         if record.initial is None:
-            full, record.unlike = self._assemble_values(
-                [local(p.detach()) for _, p in self._parameters]
+            full, record.start_errors = self._assemble_values(
+                [local_tensor(p.detach()) for _, p in self._parameters]
             )
-            record.initial = Tensors(record.folder)
+            record.initial = MappedTensors(record.folder)
             record.initial.update({n: v for n, v in full.items() if v is not None})
         self._optimizer = self._make_optimizer()
         self._outputs: Any = None
@@ -106,13 +106,17 @@ class Judged:
         self._gradients: dict[str, Tensor | None] = {}
         self._step: int = like._step if like is not None else 0
 
-    def _find_layouts(self) -> Holdings:
+    def _find_layouts(self) -> RankLayouts:
         """Return the layouts found before if they still hold on every rank, else new ones."""
         before = self.record.holdings
-        same = before is not None and before.stands(self.rank, self.program.modules, self.table)
+        same = before is not None and before.still_matches(
+            self.rank, self.program.modules, self.table
+        )
         if before is not None and all(world.all_gather_object(same)):
             return before
-        return together(world.all_gather_object(held(self.program, self.table)), self.table)
+        return join_layouts(
+            world.all_gather_object(match_parameters(self.program, self.table)), self.table
+        )
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
@@ -146,7 +150,7 @@ class Judged:
                 if found in self._modules:
                     return found
         plain = (name.partition(":")[2] or name).lstrip(".")
-        return next((one for one in candidates(plain) if one in self._modules), None)
+        return next((one for one in candidate_names(plain) if one in self._modules), None)
 
     @cached_property
     def _original_homes(self) -> dict[str, str | None]:
@@ -155,7 +159,7 @@ class Judged:
         for one in self.holdings.ranks[self.rank]:
             plain = one.name.partition(":")[2] or one.name
             alike = [n for n, first in self.table.aliases.items() if [first] == list(one.pieces)]
-            named = [c for c in candidates(plain) if c in alike] or alike
+            named = [c for c in candidate_names(plain) if c in alike] or alike
             if not named or len(named) > 1 and named == alike:
                 continue
             mine, theirs = one.name.split("."), named[0].split(".")
@@ -164,11 +168,11 @@ class Judged:
                 homes[here] = there if homes.get(here, there) == there else None
         return homes
 
-    def part_said(self, name: str, full: Tensor) -> Tensor | None:
+    def declared_part(self, name: str, full: Tensor) -> Tensor | None:
         """Return the part of a mask that the user declares for a module here, or None."""
         plain = (name.partition(":")[2] or name).lstrip(".")
         declaration = (self.program.dropout or {}).get(plain)
-        return None if declaration is None else declared(plain, declaration, full)
+        return None if declaration is None else declared_shard(plain, declaration, full)
 
     def _make_optimizer(self) -> Any:
         groups = self.holdings.groups
@@ -184,12 +188,12 @@ class Judged:
             return self.condition.optimizer(pairs)
         if self.record.optimizer is None:
             self.record.optimizer = _pickled(own)
-        with telling(own, "optimizer", self.rank):
+        with user_errors(own, "optimizer", self.rank):
             return check_optimizer(own(pairs), f"on rank {self.rank}")
 
     def _train(self) -> None:
         for one in self._training:
-            one.on()
+            one.train()
 
     # -- a step
 
@@ -197,11 +201,13 @@ class Judged:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
         self._errors = {}
         before = self._parameter_sums()
-        value = self.derive(batch)
+        value = self.forward_backward(batch)
         after = self._parameter_sums()
-        self.record.stepped |= {name for name in before if before[name] != after[name]}
+        self.record.changed_by_step |= {name for name in before if before[name] != after[name]}
         known = {id(p) for _, p in self._parameters}
-        self.record.replaced |= {n for n, p in named(self.program.modules) if id(p) not in known}
+        self.record.replaced_by_step |= {
+            n for n, p in unique_parameters(self.program.modules) if id(p) not in known
+        }
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
             self.record.offers.add("output")
@@ -220,10 +226,10 @@ class Judged:
 
     def _parameter_sums(self) -> dict[str, float]:
         """Return the sum of each local parameter, to detect a step that changes parameters."""
-        parts = {one.name: local(p.detach()) for one, p in self._parameters}
+        parts = {one.name: local_tensor(p.detach()) for one, p in self._parameters}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
-    def derive(self, batch: Batch) -> Any:
+    def forward_backward(self, batch: Batch) -> Any:
         """Run the program's step on a batch and return its result; no optimizer step.
 
         Gradients stay in the parameters.
@@ -232,7 +238,7 @@ class Judged:
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
         self.begin(self._step)
-        with entered(Scope(self._step, 0, ())):
+        with enter_scope(Scope(self._step, 0, ())):
             return self._call_user("step", self.program.step, batch)
 
     def _call_user(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
@@ -240,12 +246,14 @@ class Judged:
         given = pytree.tree_map(
             lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
         )
-        with telling(self.make, what, self.rank):
+        with user_errors(self.make, what, self.rank):
             value = function(given)
         after, before = named_tensors(given), named_tensors(batch)
         changed = [n for n, v in before.items() if n not in after or not _is_equal(after[n], v)]
         if changed:
-            title = f"`{what}` changes the batch in place on rank {self.rank}: {quoted(changed)}"
+            title = (
+                f"`{what}` changes the batch in place on rank {self.rank}: {quote_names(changed)}"
+            )
             helps = ("work on a copy: `batch = dict(batch)`, `labels = batch['labels'].clone()`",)
             raise Refusal(Diagnostic("S764", title, helps=helps))
         return value
@@ -271,7 +279,7 @@ class Judged:
             found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
         )
         if way == "same":
-            self._errors["loss"] = over(max(abs(one - total) for one in found), abs(total))
+            self._errors["loss"] = ratio(max(abs(one - total) for one in found), abs(total))
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
@@ -281,7 +289,7 @@ class Judged:
         """Clip gradients with the program's `clip`, else by the norm of the full gradients."""
         most = math.inf if self.condition.clip is None else self.condition.clip
         if self.program.clip is not None:
-            with telling(self.make, "clip", self.rank):
+            with user_errors(self.make, "clip", self.rank):
                 norm = self.program.clip(most)
             self.grad_norm = check_norm(norm, self.rank)
             clipped = self._copies([self._gradient(p) for _, p in self._parameters])
@@ -308,14 +316,14 @@ class Judged:
         if self.program.evaluate is None:
             return None
         for one in self._training:
-            one.off()
+            one.evaluate()
         with torch.no_grad():
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
         mine = {
             name: (v.full_tensor() if isinstance(v, DTensor) else torch.as_tensor(v)).detach()
-            for name, v in flattened(output, set())
+            for name, v in flatten_output(output, set())
         }
         everyone = world.all_gather_object(mine)
         names = dict.fromkeys(name for one in everyone for name in one)
@@ -323,21 +331,23 @@ class Judged:
 
     # -- full tensors
 
-    def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
+    def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[RankCopy]]:
         """Return all ranks' copies of each parameter of the original, in the order of ranks."""
-        mine = [None if v is None else spill(v.reshape(-1), self.record.folder) for v in values]
-        found: dict[str, list[Copy]] = {}
+        mine = [
+            None if v is None else map_tensor(v.reshape(-1), self.record.folder) for v in values
+        ]
+        found: dict[str, list[RankCopy]] = {}
         for rank, (ones, theirs) in enumerate(
             zip(self.holdings.ranks, world.all_gather_object(mine))
         ):
             for one, value in zip(ones, theirs):
                 for name, (here, there) in one.pieces.items():
-                    copy_ = Copy(rank, one.name, here, there, value)
+                    copy_ = RankCopy(rank, one.name, here, there, value)
                     found.setdefault(name, []).append(copy_)
         return found
 
     def _assemble(
-        self, copies: Mapping[str, Sequence[Copy]], keep: bool = False
+        self, copies: Mapping[str, Sequence[RankCopy]], keep: bool = False
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
         """Assemble full tensors, and measure how far copies of the same elements differ.
 
@@ -349,16 +359,16 @@ class Judged:
         errors: dict[str, float] = {}
         if self.rank == 0:
             for name, shape in self.table.shapes.items():
-                there = [one for one in copies.get(name, ()) if one.held is not None]
+                there = [one for one in copies.get(name, ()) if one.stored is not None]
                 full[name] = None
                 if there:
-                    full[name], far, size = joined(there, shape, self.record.folder)
+                    full[name], far, size = assemble(there, shape, self.record.folder)
                     if far or len(there) > 1:
-                        errors[name] = over(far, size)
+                        errors[name] = ratio(far, size)
         world.barrier()
         for copy_ in () if keep else (c for each in copies.values() for c in each):
-            if copy_.rank == self.rank and copy_.held is not None:
-                copy_.held.drop()
+            if copy_.rank == self.rank and copy_.stored is not None:
+                copy_.stored.remove_file()
         return full, errors
 
     def _assemble_values(
@@ -380,7 +390,9 @@ class Judged:
         If hooks of the original change its state dict, the program's values go through the same
         hooks.
         """
-        full, errors = self._assemble_values([local(p.detach()) for _, p in self._parameters])
+        full, errors = self._assemble_values(
+            [local_tensor(p.detach()) for _, p in self._parameters]
+        )
         self._errors |= errors
         state = {name: full.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
@@ -404,18 +416,18 @@ class Judged:
         known = self._buffers_of_original
         for number, module in enumerate(self.program.modules):
             for name, buffer in module.named_buffers():
-                said = known_name(self.program, f"{number}:{name}", known)
-                if said is not None and local(buffer).shape == known[said]:
-                    mine[said] = local(buffer).detach().clone()
+                said = find_original_name(self.program, f"{number}:{name}", known)
+                if said is not None and local_tensor(buffer).shape == known[said]:
+                    mine[said] = local_tensor(buffer).detach().clone()
         found: dict[str, Tensor] = {}
         for one in world.all_gather_object(mine):
             for name, value in one.items():
                 first = found.setdefault(name, value)
                 gap = float((value.double() - first.double()).norm())
-                error = over(gap, float(first.double().norm()))
+                error = ratio(gap, float(first.double().norm()))
                 key = f"buffer {name}"
                 self._errors[key] = max(self._errors.get(key, 0.0), error)
-        self.record.lost |= set(known) - set(found)
+        self.record.lost_buffers |= set(known) - set(found)
         return found
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -447,7 +459,7 @@ class Judged:
 
     def trainable(self) -> list[str]:
         """Return the original's names of the parameters that some rank trains."""
-        names = {n for one in self.holdings.everything if one.trains for n in one.pieces}
+        names = {n for one in self.holdings.all_tensors if one.requires_grad for n in one.pieces}
         return [name for name in self.table.names if name in names]
 
     def replicas(self) -> Mapping[str, float]:
@@ -460,8 +472,8 @@ class Judged:
         """Return this rank's state to save, and record its entries with the original's names."""
         if self.program.state_dict is None:
             return None
-        with telling(self.program.state_dict, "state_dict", self.rank):
-            state = with_optimizer(self.program.state_dict, self._optimizer)
+        with user_errors(self.program.state_dict, "state_dict", self.rank):
+            state = call_with_optimizer(self.program.state_dict, self._optimizer)
         found = [
             {
                 name: v.full_tensor() if isinstance(v, DTensor) else v
@@ -470,7 +482,7 @@ class Judged:
             }
             for one in _named_mappings(state, set(self.table.aliases) | self._saved_buffers)
         ]
-        self.record.saved = Tensors(self.record.folder)
+        self.record.saved = MappedTensors(self.record.folder)
         if self.rank == 0 and found:  # other mappings may be averaged weights
             self.record.saved.update(
                 next((one for one in found if self._is_current(one)), found[0])
@@ -480,7 +492,7 @@ class Judged:
     def _is_current(self, state: Mapping[str, Tensor]) -> bool:
         """Return whether a state of full tensors contains this rank's current parameters."""
         pairs = [
-            (here.within(local(p.detach()).reshape(-1)), there.within(state[name].reshape(-1)))
+            (here.read(local_tensor(p.detach()).reshape(-1)), there.read(state[name].reshape(-1)))
             for one, p in self._parameters
             for name, (here, there) in one.pieces.items()
             if name in state and state[name].shape == self.table.shapes[name]
@@ -490,35 +502,37 @@ class Judged:
     def load(self, state: Any) -> None:
         """Load a saved state into this rank's program."""
         assert self.program.load is not None
-        with telling(self.program.load, "load", self.rank):
-            with_optimizer(self.program.load, self._optimizer, state)
+        with user_errors(self.program.load, "load", self.rank):
+            call_with_optimizer(self.program.load, self._optimizer, state)
 
-    def state_here(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         """Return this rank's own parameters, persistent buffers and optimizer state, by name."""
         found: dict[str, Any] = {}
         state = self._optimizer.state if self._optimizer is not None else {}
         for one, p in self._parameters:
             name = next(iter(one.pieces)) if len(one.pieces) == 1 else one.name
-            found[name] = local(p.detach())
+            found[name] = local_tensor(p.detach())
             slots = state.get(p, {})
             found |= {f"{slot} of {name}": _local_value(value) for slot, value in slots.items()}
         for number, module in enumerate(self.program.modules):
             for name, buffer in module.named_buffers():
                 owner = module.get_submodule(name.rpartition(".")[0])
                 if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
-                    said = known_name(self.program, f"{number}:{name}", self._buffers_of_original)
+                    said = find_original_name(
+                        self.program, f"{number}:{name}", self._buffers_of_original
+                    )
                     said = said or f"{self._prefix(number)}{name}"
-                    found[f"buffer {said}"] = local(buffer.detach())
+                    found[f"buffer {said}"] = local_tensor(buffer.detach())
         return found
 
-    def gradients_here(self) -> dict[str, Tensor]:
+    def local_gradients(self) -> dict[str, Tensor]:
         """Return this rank's own gradients as the last step left them, by parameter name."""
         own = ((one.name, self._gradient(p)) for one, p in self._parameters)
         return {f"gradient of {name}": g for name, g in own if g is not None}
 
 
 def _local_value(value: Any) -> Any:
-    return local(value.detach()) if isinstance(value, Tensor) else value
+    return local_tensor(value.detach()) if isinstance(value, Tensor) else value
 
 
 def _named_mappings(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
@@ -537,10 +551,10 @@ def _named_mappings(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
     return [named for count, named in found if count == most > 0]
 
 
-def _reuse_layouts(like: Judged, program: TrainingProgram) -> Holdings:
+def _reuse_layouts(like: ProgramSubject, program: TrainingProgram) -> RankLayouts:
     """Return the layouts of an earlier program; refuse (S767) a program with other parameters."""
     was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
-    now = [(name, tuple(local(p).shape)) for name, p in named(program.modules)]
+    now = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(program.modules)]
     if was != now:
         other = next(name for name, shape in now if (name, shape) not in was) if now else "nothing"
         title = f"`program` makes a different module when it is called again: `{other}`"
@@ -558,14 +572,14 @@ def _shard_as(value: Any, p: nn.Parameter) -> Tensor:
     """Return this rank's part of a tensor of a parameter's shape, sharded as the parameter is."""
     if isinstance(value, DTensor) and isinstance(p, DTensor):
         value = value.redistribute(placements=p.placements)  # resolves a partial gradient
-    own: Tensor = local(value.detach())
+    own: Tensor = local_tensor(value.detach())
     return own
 
 
 def _pickled(optimizer: Any) -> bytes:
     """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
     try:
-        return pickled.dumps(optimizer)
+        return pickling.dumps(optimizer)
     except Exception as error:
         title = f"`optimizer` of the program cannot be given to the original: {error}"
         helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)

@@ -16,79 +16,93 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.passes.judge.choices import Choosing
-from schedlang.passes.judge.loaded import reloaded
-from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
+from schedlang.passes.judge.discrete_choices import ChoiceRecorder
+from schedlang.passes.judge.dropout_masks import (
+    DropoutByMasks,
+    DropoutRecorder,
+    MaskPlace,
+    OriginalDropout,
+    PlaceFinder,
+    RankDropout,
+    RankDropoutSites,
+)
 from schedlang.passes.judge.program import Make
-from schedlang.passes.judge.record import Kept
-from schedlang.passes.judge.subject import Judged
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.state_loading import check_loading
+from schedlang.passes.judge.subject import ProgramSubject
+from schedlang.passes.verify.mapped_tensors import limit_malloc_cache
 from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
-from schedlang.passes.verify.original import Sequential, rows
-from schedlang.passes.verify.sides import Case, twin
-from schedlang.passes.verify.spilled import unhoarded
+from schedlang.passes.verify.original import Sequential, count_rows
+from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.float64 import widened as wide
+from schedlang.runtime.float64 import to_float64 as wide
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 
 Progress = Callable[..., None]
-Places = Mapping[str, Sequence[Place | None]]  # by a rank's module, in the order of its calls
+PlacesByModule = Mapping[
+    str, Sequence[MaskPlace | None]
+]  # by a rank's module, in the order of its calls
 
 
 @dataclass(frozen=True)
-class Given:
+class RankTask:
     """Arguments that every rank receives.
 
     `drops`  the dropout calls of the original
-    `wide`   both sides run in float64 and choose freely; otherwise discrete choices are recorded
-    `aside`  ranks print on standard error
+    `float64`   both sides run in float64 and choose freely; otherwise discrete choices are recorded
+    `quiet`  ranks print on standard error
     """
 
     make: Make
     original: nn.Module
     conditions: tuple[Condition, ...]
-    drops: Drops
-    wide: bool
-    aside: bool = True
+    drops: OriginalDropout
+    float64: bool
+    quiet: bool = True
 
     @property
     def modes(self) -> tuple[Any, ...]:
         """Modes that every step runs under, besides the dropout mode."""
-        return (Float64(),) if self.wide else ()
+        return (Float64(),) if self.float64 else ()
 
     @contextlib.contextmanager
-    def ready(self, record: Kept) -> Iterator[tuple[Placed, Callable[[Condition], Judged]]]:
+    def prepare(
+        self, record: RunRecord
+    ) -> Iterator[tuple[RankDropout, Callable[[Condition], ProgramSubject]]]:
         """Yield this rank's dropout mode, and a function that makes the program for a condition."""
-        lines = contextlib.redirect_stdout(sys.stderr) if self.aside else contextlib.nullcontext()
+        lines = contextlib.redirect_stdout(sys.stderr) if self.quiet else contextlib.nullcontext()
         # a compiled region does not reach the dropout mode
         stance = "force_eager" if self.drops.sites else "default"
         with lines, torch.compiler.set_stance(stance):
             places = self._find_places(record) if self.drops.sites else {}
-            dropping = Placed(self.drops.seed, record.met.off(self.drops))
+            dropping = RankDropout(
+                self.drops.seed, record.dropout_sites.disabled_modules(self.drops)
+            )
 
-            def made(condition: Condition) -> Judged:
+            def made(condition: Condition) -> ProgramSubject:
                 def begin(step: int) -> None:
-                    dropping.begin(places.get(self.drops.number(condition, step), {}))
+                    dropping.begin(places.get(self.drops.batch_number(condition, step), {}))
 
-                return Judged(self.make, self.original, condition, record, begin)
+                return ProgramSubject(self.make, self.original, condition, record, begin)
 
             yield dropping, made
 
-    def _find_places(self, record: Kept) -> dict[int, Places]:
+    def _find_places(self, record: RunRecord) -> dict[int, PlacesByModule]:
         """Run every batch once without dropout, and find the places of this rank's dropout."""
-        found: dict[int, Places] = {}
-        judged: Judged | None = None
+        found: dict[int, PlacesByModule] = {}
+        judged: ProgramSubject | None = None
         others: set[str] = set()
         for condition, step, batch in _all_steps(self.conditions):
-            number = self.drops.number(condition, step)
+            number = self.drops.batch_number(condition, step)
             if number in found:
                 continue
-            finding = Finding(self.drops.of(number))
-            with ambient(*self.modes, finding):
-                judged = judged or Judged(self.make, self.original, condition, record)
-                finding.asked = judged
-                judged.derive(batch)
+            finding = PlaceFinder(self.drops.read_batch(number))
+            with enter_modes(*self.modes, finding):
+                judged = judged or ProgramSubject(self.make, self.original, condition, record)
+                finding.names = judged
+                judged.forward_backward(batch)
             found[number] = finding.found
             others |= {site for site, _ in finding.others}
         assert judged is not None
@@ -100,11 +114,13 @@ class Given:
                     unknown[site] = judged.original_module(site) or "?"
         sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
         joined = {site: meant for one in each for site, meant in one.items()}
-        record.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
+        record.dropout_sites = RankDropoutSites(
+            frozenset().union(*sites), joined, frozenset().union(*more)
+        )
         return found
 
 
-AGAIN = "it is computed again with another state of the generator: another mask"
+OTHER_MASK = "it is computed again with another state of the generator: another mask"
 
 
 def _unequal_generators(states: Sequence[Mapping[tuple[str, int, bytes], bytes]]) -> dict[str, str]:
@@ -129,7 +145,7 @@ def _all_steps(conditions: Sequence[Condition]) -> Iterator[tuple[Condition, int
 class Trial:
     """A program and its original, and the conditions under which both train.
 
-    case        the original at the start of training, in float64 (`wide`) or in a low dtype
+    case        the original at the start of training, in float64 (`float64`) or in a low dtype
     conditions  the training runs, under the names that ranks use
     """
 
@@ -138,33 +154,36 @@ class Trial:
     world: int
     conditions: tuple[Condition, ...]
     pool: Pool
-    wide: bool
-    aside: bool = False
-    drops: Drops = Drops("", 0, {})
+    float64: bool
+    quiet: bool = False
+    drops: OriginalDropout = OriginalDropout("", 0, {})
 
     @property
     def modes(self) -> tuple[Any, ...]:
         """Modes of the original's runs; its dropout mode draws masks that ranks apply in part."""
-        return (*((Float64(),) if self.wide else ()), Dropping(self.drops.seed, self.drops.off))
+        return (
+            *((Float64(),) if self.float64 else ()),
+            DropoutByMasks(self.drops.seed, self.drops.off),
+        )
 
     @property
-    def exact(self) -> Trial:
+    def in_float64(self) -> Trial:
         """The same trial in float64, with the weights that the model has now."""
         case = self.case.with_model(as_float64(self.case.plan.model.model))
         conditions = [
             replace(one, batches=tuple(wide(dict(b)) for b in one.batches))
             for one in self.conditions
         ]
-        return replace(self, case=case, conditions=tuple(conditions), wide=True)
+        return replace(self, case=case, conditions=tuple(conditions), float64=True)
 
-    def on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
-        """Call a function with a `Given` first on all ranks; return the results by rank."""
+    def run_on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
+        """Call a function with a `RankTask` first on all ranks; return the results by rank."""
         module = self.case.plan.model.model
-        task = Given(self.make, module, self.conditions, self.drops, self.wide, self.aside)
+        task = RankTask(self.make, module, self.conditions, self.drops, self.float64, self.quiet)
         found: list[Any] = self.pool.run(part, self.world, task, *more, **options)
         return found
 
-    def ran(self, folder: str, progress: Progress) -> tuple[Trial, Observation, Kept]:
+    def train(self, folder: str, progress: Progress) -> tuple[Trial, Observation, RunRecord]:
         """Train on ranks, with dropout where the places of the masks are known.
 
         If some rank's dropout calls vary from step to step, train once more without any dropout.
@@ -172,15 +191,17 @@ class Trial:
         """
         known = replace(self, drops=self._record_dropout(folder))
         seen, record = known._train_on_ranks(progress)
-        if record.stray:
+        if record.irregular_modules:
             known = replace(known, drops=replace(known.drops, off=frozenset(known.drops.sites)))
-            stray = dict.fromkeys(record.stray, "?")
+            stray = dict.fromkeys(record.irregular_modules, "?")
             seen, record = known._train_on_ranks(progress)
-            record.met = replace(record.met, unknown={**record.met.unknown, **stray})
-        off = record.met.off(known.drops)
+            record.dropout_sites = replace(
+                record.dropout_sites, unknown={**record.dropout_sites.unknown, **stray}
+            )
+        off = record.dropout_sites.disabled_modules(known.drops)
         return replace(known, drops=replace(known.drops, off=off)), seen, record
 
-    def _record_dropout(self, folder: str) -> Drops:
+    def _record_dropout(self, folder: str) -> OriginalDropout:
         """Record the inputs of the original's dropout calls in every batch, with dropout off."""
         batches: list[Batch] = []
         numbers: dict[tuple[str, int], int] = {}
@@ -193,15 +214,17 @@ class Trial:
             if number < len(batches):
                 continue
             batches.append(batch)
-            noting = Noting()
-            with ambient(*self.modes[:-1], noting):
-                Sequential(twin(self.case), loss=self.case.loss).derive(batch, range(rows(batch)))
+            noting = DropoutRecorder()
+            with enter_modes(*self.modes[:-1], noting):
+                Sequential(copy_original(self.case), loss=self.case.loss).forward_backward(
+                    batch, range(count_rows(batch))
+                )
             torch.save(noting.drops, f"{folder}/{number}")
             sites |= dict.fromkeys(drop.site for drop in noting.drops)
             others |= dict.fromkeys(sorted(noting.others))
-        return Drops(folder, self.case.seed, numbers, tuple(sites), tuple(others))
+        return OriginalDropout(folder, self.case.seed, numbers, tuple(sites), tuple(others))
 
-    def _train_on_ranks(self, progress: Progress) -> tuple[Observation, Kept]:
+    def _train_on_ranks(self, progress: Progress) -> tuple[Observation, RunRecord]:
         steps = sum(len(condition.batches) for condition in self.conditions)
         done = itertools.count(1)
         stage = f"{self.world} rank{'s' * (self.world > 1)}"
@@ -211,36 +234,38 @@ class Trial:
                 progress(stage, min(next(done), steps), steps)
 
         progress(stage, 0, steps)
-        found: tuple[Observation, Kept] = self.on_ranks(_train, on_progress=heard)[0]
+        found: tuple[Observation, RunRecord] = self.run_on_ranks(_train, on_progress=heard)[0]
         return found
 
 
-def _train(task: Given) -> tuple[Observation, Kept] | None:
+def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
     """Train on one rank; only rank 0 returns its observation, and what all ranks chose."""
-    unhoarded()
-    record, choosing = Kept(folder=task.drops.folder), Choosing()
-    made: list[Judged] = []
-    with task.ready(record) as (dropping, program), ambient(*task.modes, dropping):
+    limit_malloc_cache()
+    record, choosing = RunRecord(folder=task.drops.folder), ChoiceRecorder()
+    made: list[ProgramSubject] = []
+    with task.prepare(record) as (dropping, program), enter_modes(*task.modes, dropping):
 
-        def subject(condition: Condition) -> Judged:
+        def subject(condition: Condition) -> ProgramSubject:
             made.clear()
             made.append(program(condition))
             return made[0]
 
-        with contextlib.nullcontext() if task.wide else ambient(choosing):
+        with contextlib.nullcontext() if task.float64 else enter_modes(choosing):
             seen = observe(
                 subject, task.conditions, keep=comm.rank() == 0, folder=task.drops.folder
             )
-        record.chosen = choosing.everyone()
-        record.loaded = reloaded(made[0], step=task.wide)
-    again = {made[0].original_module(site) or site for site in dropping.again}
+        record.choices = choosing.gather()
+        record.loaded = check_loading(made[0], step=task.float64)
+    again = {made[0].original_module(site) or site for site in dropping.unequal_recomputations}
     calls = dropping.calls
-    asked = calls.low, sorted({*calls.left.values()}), calls.strided
-    everyone = comm.all_gather_object((dropping.stray, again, dropping.drawn, *asked))
+    asked = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
+    everyone = comm.all_gather_object(
+        (dropping.irregular_modules, again, dropping.generator_states, *asked)
+    )
     for rank, (stray, again, _, low, left, strided) in enumerate(everyone):
-        record.stray |= stray
-        record.masks |= dict.fromkeys(again, AGAIN)
-        record.low |= low if task.wide else set()
+        record.irregular_modules |= stray
+        record.masks |= dict.fromkeys(again, OTHER_MASK)
+        record.low_dtypes |= low if task.float64 else set()
         record.strided |= strided
         for work in left:
             record.unwaited.setdefault(work, []).append(rank)

@@ -1,7 +1,7 @@
 """Find the fewest rows of a schedule, at the fewest modules, that make a failed proof fail again.
 
-`suspected` adds to a report where the difference arose, its pattern and the rows to blame. `placed`
-finds the row for which ranks refuse in the middle of a step.
+`add_suspects` adds to a report where the difference arose, its pattern and the rows to blame.
+`locate_refusal` finds the row for which ranks refuse in the middle of a step.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
 from schedlang.ir.plan import Action
 from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze.expert_capacity import find_capacities
 from schedlang.passes.analyze.holdings import is_lossy
-from schedlang.passes.analyze.routing import routings
-from schedlang.passes.elaborate.rows import only, shown
-from schedlang.passes.localize.diagnose import pattern
-from schedlang.passes.localize.localise import Failure, Location, localise
+from schedlang.passes.elaborate.rows import describe_row, plan_of_rows_only
+from schedlang.passes.localize.diagnosis import describe_failure
+from schedlang.passes.localize.module_search import Failure, Location, find_module
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import DISTINCT, Batch, Condition, Observation
-from schedlang.passes.verify.sides import Case, original, prepared, tried
-from schedlang.passes.verify.trials import trials
+from schedlang.passes.verify.kernel_trials import run_trials
+from schedlang.passes.verify.observe import DISTINCT_DRAWS, Batch, Condition, Observation
+from schedlang.passes.verify.proof_case import Case, observe_on_rank, prepare_case, run_original
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
 
 @dataclass(frozen=True)
-class Trial:
+class RepeatTrial:
     """A cheap way to see a failure again: one condition with few steps, and extra checks."""
 
     condition: Condition
@@ -43,19 +43,19 @@ class Trial:
         return len(self.condition.batches), self.saved + 2 * self.working
 
 
-def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
+def plan_trials(rows: Sequence[Row], failure: Failure) -> list[RepeatTrial]:
     """Return trials in which these failing rows may fail again, the cheapest first."""
     found = [trial for row in rows for trial in _trials_of_row(row, failure)]
-    unique: list[Trial] = []
+    unique: list[RepeatTrial] = []
     for trial in sorted(found, key=lambda t: t.cost):
         if trial not in unique:
             unique.append(trial)
     return unique
 
 
-def _trials_of_row(row: Row, failure: Failure) -> Iterator[Trial]:
+def _trials_of_row(row: Row, failure: Failure) -> Iterator[RepeatTrial]:
     if row.condition == "kernels":
-        yield Trial(
+        yield RepeatTrial(
             replace(failure.conditions[0], batches=failure.conditions[0].batches[:1]), kernels=True
         )
         return
@@ -67,13 +67,13 @@ def _trials_of_row(row: Row, failure: Failure) -> Iterator[Trial]:
     early = saved or working or row.kind.startswith("optimizer ")
     needed = 1 if early or row.step is None else min(row.step + 1, most)
     for count in sorted({needed, most}):
-        yield Trial(replace(condition, batches=condition.batches[:count]), saved, working)
+        yield RepeatTrial(replace(condition, batches=condition.batches[:count]), saved, working)
 
 
-class Again:
+class Repetition:
     """Predicate: whether a plan of some rows fails as the proof did."""
 
-    def __init__(self, failure: Failure, trial: Trial, pool: Pool) -> None:
+    def __init__(self, failure: Failure, trial: RepeatTrial, pool: Pool) -> None:
         self.failure, self.trial, self.pool = failure, trial, pool
         self._right: Observation | None = None
 
@@ -89,21 +89,21 @@ class Again:
         failure, trial = self.failure, self.trial
         if trial.kernels:
             assert failure.working is not None
-            plan = only(failure.working.plan, rows)
-            return trials(replace(failure.working, plan=plan), failure.conditions)[0]
+            plan = plan_of_rows_only(failure.working.plan, rows)
+            return run_trials(replace(failure.working, plan=plan), failure.conditions)[0]
         case, conditions = _case_of_rows(failure.case, rows), self._conditions(rows)
         if self._right is None or _original_depends_on_rows(failure.case):
-            self._right, _ = original(case, conditions)
+            self._right, _ = run_original(case, conditions)
         if trial.saved or trial.working:
             working = (
                 _case_of_rows(failure.working, rows) if trial.working and failure.working else None
             )
             count = len(trial.condition.batches)
             working = working and replace(working, batches=working.batches[:count])
-            found = failure.whole(case, working, conditions, self._right)
+            found = failure.compare_all(case, working, conditions, self._right)
             kind = " in working dtype" if trial.working else "saved state"
             return [row for row in found if row.kind.endswith(kind)]
-        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, conditions)[0]
+        actual: Any = self.pool.run(observe_on_rank, case.plan.mesh.world, case, conditions)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
     def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
@@ -122,12 +122,12 @@ class Again:
 def _original_depends_on_rows(case: Case) -> bool:
     """Return whether the original depends on rows of the plan, so that fewer rows change it."""
     plan = case.plan
-    rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
-    return case.parted or case.table is not None or any(map(bool, rules))
+    rules = plan.model.changes, plan.activation_codings, any(find_capacities(plan)), is_lossy(plan)
+    return case.by_parts or case.table is not None or any(map(bool, rules))
 
 
 def _case_of_rows(case: Case, rows: Sequence[Action]) -> Case:
-    return prepared(replace(case, plan=only(case.plan, rows)))
+    return prepare_case(replace(case, plan=plan_of_rows_only(case.plan, rows)))
 
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Blame(Generic[T]):
     runs: int  # calls of the predicate
 
 
-def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
+def find_rows(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
     """Find the rows to blame: bisect prefixes, then apply delta debugging.
 
     `fails(subset)` receives rows in their order and must return False for an illegal subset. All
@@ -226,15 +226,17 @@ def _smaller_failing(
 MOST_RUNS = 24  # of a search for fewer modules
 
 
-def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
+def find_suspect_rows(
+    rows: Sequence[Action], again: Repetition, hints: Sequence[str]
+) -> Blame[Action]:
     """Find the rows to blame, first at suspected modules. All rows together must fail."""
     asked = 0
     for near in _rows_near(rows, hints):
         asked += 1
         if again(near):
-            found = blame(near, again)
+            found = find_rows(near, again)
             return replace(found, runs=found.runs + asked)
-    found = blame(rows, again)
+    found = find_rows(rows, again)
     return replace(found, runs=found.runs + asked)
 
 
@@ -268,15 +270,17 @@ def _acts_on(row: Action, fqn: str) -> bool:
 
 
 def _touches(site: str, fqn: str) -> bool:
-    return bool(site) and bool(fqn) and (inside(site, fqn) or inside(fqn, site))
+    return bool(site) and bool(fqn) and (is_inside(site, fqn) or is_inside(fqn, site))
 
 
-def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> tuple[Action, ...]:
+def minimise_sites(
+    rows: Sequence[Action], again: Repetition, hints: Sequence[str]
+) -> tuple[Action, ...]:
     """Return the rows at the fewest modules that still fail; empty if each row has one module.
 
     Suspected modules are tried first.
     """
-    single = [replace(row, sites=group) for row in rows for group in row.each]
+    single = [replace(row, sites=group) for row in rows for group in row.groups]
     if len(single) == len(rows):
         return ()
     fails = _limit_runs(MOST_RUNS, again)
@@ -288,10 +292,10 @@ def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> 
                 return tuple(_join_rows(near))
     places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
     single.sort(key=lambda one: (places[one.sites[0]], one.row))
-    return tuple(_join_rows(blame(single, fails).rows))
+    return tuple(_join_rows(find_rows(single, fails).rows))
 
 
-def _limit_runs(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
+def _limit_runs(runs: int, again: Repetition) -> Callable[[Sequence[Action]], bool]:
     """Limit the runs of a predicate; after the last run it returns False."""
     left = [runs]
 
@@ -311,7 +315,9 @@ def _join_rows(some: Sequence[Action]) -> list[Action]:
     return [joined[row] for row in sorted(joined)]
 
 
-def placed(refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: Pool) -> Refusal:
+def locate_refusal(
+    refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: Pool
+) -> Refusal:
     """Return the refusal with the place of the last of the fewest rows that cause it.
 
     A refusal while a model runs has no row. The refusal is returned unchanged if it has a place, or
@@ -328,17 +334,17 @@ def placed(refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: 
         except Refusal:
             return False  # these rows alone are not legal
         try:
-            pool.run(tried, some.plan.mesh.world, some, [step])
+            pool.run(observe_on_rank, some.plan.mesh.world, some, [step])
         except Refusal as other:
             return other.diagnostic.code == code
         except (RankDied, Hang):
             pass
         return False
 
-    rows = tuple(action for action in case.plan.actions if action.acts)
+    rows = tuple(action for action in case.plan.actions if action.has_effect)
     if not stops(rows):
         return refusal
-    found = blame(rows, stops).rows
+    found = find_rows(rows, stops).rows
     span = found[-1].span if found else None
     return refusal if span is None else refusal.at(span)
 
@@ -348,12 +354,12 @@ MOST_SUSPECTS = 4  # printed
 MOST_HINTS = 3
 
 
-def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
+def add_suspects(report: Report, failure: Failure, pool: Pool) -> Report:
     """Add to a report where its first difference arose, the pattern, and the rows to blame."""
-    bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
+    bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT_DRAWS]
     if not bad:  # both sides share the function that draws: no row is to blame
         return report
-    rows = tuple(a for a in failure.case.plan.actions if a.acts)
+    rows = tuple(a for a in failure.case.plan.actions if a.has_effect)
     again = _find_trial(bad, failure, rows, pool)
     batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
     where = None if bad[0].condition == "kernels" else _locate(bad[0], failure, batch, pool)
@@ -361,8 +367,8 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     least: tuple[Action, ...] = ()
     if again is not None:
         hints = _hints(failure, [n for n, _ in where.guilty] if where is not None else [], bad)
-        found = culprits(rows, again, hints)
-        least = fewest_sites(found.rows, again, hints)
+        found = find_suspect_rows(rows, again, hints)
+        least = minimise_sites(found.rows, again, hints)
     lines = [
         *_describe_first(bad, failure.expected),
         *(_describe_location(where, bad[0]) if where is not None else ()),
@@ -370,8 +376,8 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     lines += _describe_rows(rows, found, least, report.command)
     return replace(
         report,
-        blamed=tuple(shown(action) for action in found.rows),
-        diagnosis=pattern(bad[0], failure, where, batch),
+        blamed=tuple(describe_row(action) for action in found.rows),
+        diagnosis=describe_failure(bad[0], failure, where, batch),
         localised=tuple(lines),
     )
 
@@ -389,10 +395,10 @@ def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[
 
 def _find_trial(
     bad: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
-) -> Again | None:
+) -> Repetition | None:
     """Return the cheapest trial in which all rows together fail again; None if there is none."""
-    for trial in trials_of(bad, failure):
-        again = Again(failure, trial, pool)
+    for trial in plan_trials(bad, failure):
+        again = Repetition(failure, trial, pool)
         if again(rows):
             return again
     return None
@@ -404,7 +410,7 @@ def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location 
         return None  # ranks split the sequence: no rank has a call of the original by itself
     try:
         name = first.name if first.kind == "gradients" else ""
-        return localise(failure.case, batch, pool, name)
+        return find_module(failure.case, batch, pool, name)
     except (Refusal, RankDied, Hang, RuntimeError):
         return None
 
@@ -439,7 +445,10 @@ def _describe_location(where: Location, first: Row) -> Lines:
     if len(where.guilty) > MOST_SUSPECTS:
         yield "suspect", f"and {len(where.guilty) - MOST_SUSPECTS} more modules"
     if not where.guilty:
-        yield "suspect", f"no module: {where.judged} got right inputs, and all results are right"
+        yield (
+            "suspect",
+            f"no module: {where.modules_tried} got right inputs, and all results are right",
+        )
     if where.unknown:
         yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
 
@@ -453,7 +462,7 @@ def _describe_rows(
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
     for action in least:
-        yield "smallest", shown(action)
+        yield "smallest", describe_row(action)
     lines = sorted({a.span.line for a in found.rows if a.span.line})
     if command and lines and "--only" not in command:
         yield "repeat these", f"{command} --only {','.join(map(str, lines))}"

@@ -8,59 +8,68 @@ recomputation; residence; stages; slices of data-parallel state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.annotations import Kept, Stored
+from schedlang.ir.annotations import ActivationCoding, OffloadedTensors
 from schedlang.ir.features import Copy, Lowered
-from schedlang.ir.model import Adapting
+from schedlang.ir.model import AdapterChange
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.fewer_bits import Bits
+from schedlang.passes.analyze.compressed_activations import BitTable
 from schedlang.passes.analyze.holdings import reductions
+from schedlang.passes.analyze.input_checks import add_forward_line
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
-from schedlang.passes.analyze.staleness import check_build, whole_step
-from schedlang.passes.analyze.taking import at_the_forward
-from schedlang.passes.complete.complete import completed
-from schedlang.passes.lower import recorded
-from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
-from schedlang.passes.lower.executor import (
-    compressor_of,
-    early_sums,
+from schedlang.passes.analyze.staleness import check_stale_options, find_gathered_step
+from schedlang.passes.complete.complete import complete_plan
+from schedlang.passes.lower import call_record
+from schedlang.passes.lower.dropout import DropoutOptions, RankDropout, dropout_of
+from schedlang.passes.lower.fingerprint import (
+    check_optimizer_settings,
+    optimizer_items,
+    program_items,
+)
+from schedlang.passes.lower.step_parts import (
+    build_compressor,
+    build_early_reductions,
+    build_pipeline,
+    build_reductions,
     encode_weights,
     offload_state,
-    pipeline_of,
     slice_state,
-    sums_of,
 )
-from schedlang.passes.lower.fingerprint import built_from, check_places, optimized_by
-from schedlang.passes.partition.chains import Chains
+from schedlang.passes.partition.recomputed_chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shard_modules
-from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale, steady
-from schedlang.passes.propagate.context import exchange, weight_by_tokens
-from schedlang.passes.propagate.original import weight_of
+from schedlang.passes.propagate.casts import (
+    cast_loss,
+    cast_modules,
+    has_stable_parameters,
+    initial_loss_scale,
+)
+from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.propagate.sequence_trials import install_attention, weight_by_tokens
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from schedlang.runtime.assembly import Assembly, Weight
-    from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.comm.collectives import Ranks
+    from schedlang.runtime.assembly import Assembly, WeightFunction
+    from schedlang.runtime.checkpointing.holdings import Holding
+    from schedlang.runtime.comm.collectives import RankGroups
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
-    from schedlang.runtime.mixed_precision import Region
+    from schedlang.runtime.mixed_precision import CastRegion
     from schedlang.runtime.program import Program
 
 
 # Independent of the order of rows: first the computation of modules; then layouts, whose layers
 # wrap the computation; casts around both, so that tensors are cast before they are sent; then what
 # is saved for backward.
-ORDER = (
+LOWERING_ORDER = (
     Facet.STRUCTURE,
     Facet.PLACEMENT,
     Facet.DTYPE,
@@ -81,61 +90,70 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
     annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
     if plan.casts:
         annotations[Facet.DTYPE] = partial(_cast, builder)
-    if plan.kept or plan.stores:
+    if plan.activation_codings or plan.stores:
         annotations[Facet.RESIDENCE] = partial(_save, builder)
     rows = plan.rows_with(Lowered)
     phases = {action.row: _phase(row) for action, row in rows}
-    for phase in range(len(ORDER) + 1):
+    for phase in range(len(LOWERING_ORDER) + 1):
         for action, row in rows:
             if phases[action.row] == phase:
                 for target in plan.targets(action):
                     row.lower(target, builder)
-        if phase < len(ORDER) and ORDER[phase] in annotations:
-            annotations[ORDER[phase]]()
+        if phase < len(LOWERING_ORDER) and LOWERING_ORDER[phase] in annotations:
+            annotations[LOWERING_ORDER[phase]]()
 
 
 def _phase(row: Lowered) -> int:
-    return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
+    return next(
+        (place for place, facet in enumerate(LOWERING_ORDER) if row.changes(facet)),
+        len(LOWERING_ORDER),
+    )
 
 
 def _cast(builder: Builder) -> None:
     """Install the casts of a plan."""
     plan, staged = builder.plan, builder.staged
-    keeps = staged is not None and steady(plan, staged.timeline)
+    keeps = staged is not None and has_stable_parameters(plan, staged.timeline)
     builder.region = cast_modules(plan, builder.module, keeps)
 
 
 def _save(builder: Builder) -> None:
     """Install compression and offload of saved tensors, in the order of rows."""
-    found: Iterable[Kept | Stored] = chain(builder.plan.kept, builder.plan.stores)
+    found: Iterable[ActivationCoding | OffloadedTensors] = chain(
+        builder.plan.activation_codings, builder.plan.stores
+    )
     for one in sorted(found, key=lambda one: one.row):
-        if isinstance(one, Kept):
-            code(one, builder, builder.bits)
+        if isinstance(one, ActivationCoding):
+            compress_activations(one, builder, builder.bits)
         elif one.what == "activations":
             _offload_saved(one, builder)
 
 
-def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
+def compress_activations(one: ActivationCoding, copy: Copy, bits: Mapping[str, Any]) -> None:
     """Compress the tensors that a module saves; `bits` has the table of each module."""
-    from schedlang.runtime.activation_memory.quantized import Coding
-    from schedlang.runtime.activation_memory.quantized import code as coded
+    from schedlang.runtime.activation_memory.quantized import Quantization
+    from schedlang.runtime.activation_memory.quantized import quantize_saved as coded
 
     table = {each.number: each.bits for each in bits.get(one.fqn, ())}
-    coded(copy.at(one.fqn), one.fqn, Coding(one.bits, one.block), bits=table)
+    coded(copy.at(one.fqn), one.fqn, Quantization(one.bits, one.block), bits=table)
 
 
-def _offload_saved(one: Stored, builder: Builder) -> None:
+def _offload_saved(one: OffloadedTensors, builder: Builder) -> None:
     """Offload the tensors that a module saves."""
-    from schedlang.runtime.offload.saved_tensors import Store, offload, park
-    from schedlang.runtime.storage.tiers import Scratch
+    from schedlang.runtime.offload.offloaded_activations import (
+        ActivationStore,
+        offload_activations,
+        park_activations,
+    )
+    from schedlang.runtime.storage.tiers import ScratchFiles
 
     if one.tier == "peer":
-        park(builder.at(one.fqn))
+        park_activations(builder.at(one.fqn))
         return
-    scratch = builder.shared("scratch", Scratch) if one.tier == "disk" else None
+    scratch = builder.shared("scratch", ScratchFiles) if one.tier == "disk" else None
     key = ("offload", one.ahead, one.tier)
-    store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
-    offload(builder.at(one.fqn), store)
+    store = builder.shared(key, lambda: ActivationStore(one.ahead, scratch=scratch))
+    offload_activations(builder.at(one.fqn), store)
 
 
 Loss = Callable[..., Any]
@@ -151,13 +169,13 @@ class Builder:
     plan: Plan
     module: nn.Module
     traced: Traced
-    ranks: Ranks
+    ranks: RankGroups
     chains: Chains = field(
         default_factory=dict
     )  # sites of a row -> its choice for the memory limit
-    bits: Bits = field(default_factory=dict)  # of saved tensors, by module
+    bits: BitTable = field(default_factory=dict)  # of saved tensors, by module
     staged: Staged | None = None
-    region: Region | None = None
+    region: CastRegion | None = None
     _shared: dict[object, Any] = field(default_factory=dict)
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
@@ -201,7 +219,7 @@ class Options:
     loss: Loss | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     clip: float | None = None
-    weight: Weight | None = None
+    weight: WeightFunction | None = None
     seed: int | None = None
     dropout: str | None = None
     prepared: Prepared | None = None
@@ -213,36 +231,43 @@ class Options:
     check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
 
-PLAIN = Options()
+DEFAULT_OPTIONS = Options()
 
 
-def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more: Any) -> Program:
+def build(
+    plan: Plan, batch: Mapping[str, Any], options: Options = DEFAULT_OPTIONS, **more: Any
+) -> Program:
     """Build the program of this rank. All ranks of the job call it together.
 
     `batch` has the keyword arguments of a full step; only its shapes are used. `more` are options
     by name. Raises Refusal, before any collective, where the plan cannot be built or ranks would
     build different programs.
     """
-    from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
-    from schedlang.runtime.launch.heart import watch
-    from schedlang.runtime.launch.job import RECORD
+    from schedlang.runtime.comm.agreement import (
+        check_agreement,
+        join_world,
+        report_failure,
+        shared_store,
+    )
+    from schedlang.runtime.launch.hang_watch import watch_ranks
+    from schedlang.runtime.launch.rank_job import RECORD
 
     options = replace(options, **more)
     join_world(options.wait)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun detects dead ranks, not a deadlock
-        watch()
+        watch_ranks()
     if RECORD in os.environ:
-        recorded.begin()
+        call_record.begin_record()
     try:
         compares = options.compare != "nothing" and not options.on_meta
         if compares and shared_store() is not None:
-            agree(built_from(plan, batch, options), options.wait)
+            check_agreement(program_items(plan, batch, options), options.wait)
         program = _build(plan, batch, options)
     except Exception as error:
-        tell(error)
+        report_failure(error)
         raise
     if RECORD in os.environ:
-        recorded.known(plan, program)
+        call_record.describe_program(plan, program)
     if options.weights is not None:
         _load_weights(program, options.weights)
     return program
@@ -251,27 +276,27 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
     """Load a checkpoint, ours or torch's, into a program; `_local_copy` has read other files."""
     from schedlang.runtime.checkpointing.archive import load
-    from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
-    from schedlang.runtime.storage.coded import all_opened
-    from schedlang.runtime.transfer.transfer import begin, is_of_before
+    from schedlang.runtime.checkpointing.checkpoint_folders import is_checkpoint, is_dcp_checkpoint
+    from schedlang.runtime.storage.quantized_parameters import open_quantized
+    from schedlang.runtime.transfer.transfer import lacks_added_parameters, load_initial_values
 
-    with all_opened(program.assembly.parameters.values()):
-        if is_checkpoint(weights) and not is_of_before(program, weights):
+    with open_quantized(program.assembly.parameters.values()):
+        if is_checkpoint(weights) and not lacks_added_parameters(program, weights):
             load(program, weights, fresh=True)
-        elif is_checkpoint(weights) or is_dcps(weights):
-            begin(program, weights)
+        elif is_checkpoint(weights) or is_dcp_checkpoint(weights):
+            load_initial_values(program, weights)
 
 
 def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
 
-    if plan.completing:
-        plan = completed(plan, batch, options.loss)
-    ranks = check_job(plan, options.on_meta)
+    if plan.completions:
+        plan = complete_plan(plan, batch, options.loss)
+    ranks = join_job(plan, options.on_meta)
     prepared = options.prepared or _prepare(plan, batch, options)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     if plan.order is not None:
-        check_build(staged, options.optimizer, options.clip, options.on_meta)
+        check_stale_options(staged, options.optimizer, options.clip, options.on_meta)
     if options.check is not None:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
@@ -282,52 +307,60 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     if plan.stores and not options.on_meta:
         offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
     planned = reductions(plan, traced, holdings)
-    sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = _make_dropout(builder, prepared, batch, options) if traced.random else Dropout()
+    sums = build_reductions(plan, planned, found, ranks) if planned or plan.data_axes else ()
+    dropout = (
+        _make_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
+    )
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
-    compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
+    compressor = (
+        build_compressor(plan, planned, holdings, found, ranks) if plan.compression else None
+    )
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
-        pipeline=pipeline_of(plan, module, ranks, prepared, loss, options.weight, sliced),
+        pipeline=build_pipeline(plan, module, ranks, prepared, loss, options.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
-        micro=plan.micro,
+        microbatches=plan.micro,
         parameters=found,
         holdings=holdings,
         ties=(*plan.model.ties, *plan.model.shared_buffers),
-        sums=sums,
+        reductions=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
-        merges=tuple(change for change in plan.model.changes if isinstance(change, Adapting)),
+        adapter_changes=tuple(
+            change for change in plan.model.changes if isinstance(change, AdapterChange)
+        ),
         loss_dtype=_loss_dtype(plan),
         weight=options.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
         region=builder.region,
-        early=early_sums(plan, staged, found, sums) if plan.overlaps else None,
-        dropout=dropout.used,
+        early_reductions=build_early_reductions(plan, staged, found, sums)
+        if plan.overlaps
+        else None,
+        dropout=dropout.active,
         native=dropout.native,
-        drawn_because=dropout.why,
-        inputs=frozenset(batch),
-        ways=prepared.ways,
-        lossless=traced.lossless,
+        logical_dropout_reason=dropout.logical_reason,
+        batch_keys=frozenset(batch),
+        gather_routes=prepared.gather_routes,
+        no_loss=traced.missing_loss,
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
-        dealt=plan.dealt if any(one.rows for one in plan.replicas) else None,
+        row_weights=plan.share_weights if any(one.rows for one in plan.replicas) else None,
         **(_stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _make_program(plan, staged, assembly, offloaded, options)
 
 
-def _lowered_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) -> Builder:
+def _lowered_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Options) -> Builder:
     """Return the builder after the plan was lowered into the local copy of the model."""
     traced, staged = prepared.traced, prepared.staged
     module = _local_copy(plan, prepared, ranks, options)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
     if prepared.tokens is not None:
-        exchange(plan, module, prepared.tokens, ranks)
+        install_attention(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shard_modules(module, traced, builder.with_group))
     return builder
 
@@ -337,7 +370,7 @@ def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> Loca
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     mesh, rank = builder.plan.mesh, builder.ranks.rank
-    held = {name for name, holding in holdings.items() if holding.held(mesh, rank)}
+    held = {name for name, holding in holdings.items() if holding.is_held(mesh, rank)}
     named = builder.module.named_parameters()
     found = LocalParameters({name: p for name, p in named if name in held})
     if builder.plan.model.changes:
@@ -349,40 +382,41 @@ def _make_program(
     plan: Plan, staged: Staged, a: Assembly, offloaded: Any, options: Options
 ) -> Program:
     """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
-    from schedlang.runtime.comm.agreement import agree, shared_store
+    from schedlang.runtime.comm.agreement import check_agreement, shared_store
     from schedlang.runtime.program import Program
-    from schedlang.runtime.step_batch import Comparing
+    from schedlang.runtime.step_batch import BatchComparison
 
     whole = optimizer = comparing = None
     if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
-            check_places(plan, a.stage_axis, a.holdings, options.optimizer)
-        whole = whole_step(a, staged, options.optimizer)
-        optimizer = _make_optimizer(a, options.optimizer)
+            check_optimizer_settings(plan, a.stage_axis, a.holdings, options.optimizer)
+        whole = find_gathered_step(a, staged, options.optimizer)
+        every = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
+        optimizer = _make_optimizer(a, options.optimizer, every)
     if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if options.optimizer is not None:  # on all ranks, also those that train no parameter
-            agree(optimized_by(optimizer, names), options.wait)
-        settings = partial(optimized_by, optimizer, names)
-        comparing = Comparing(settings, options.compare == "batches")
+            check_agreement(optimizer_items(optimizer, names), options.wait)
+        settings = partial(optimizer_items, optimizer, names)
+        comparing = BatchComparison(settings, options.compare == "batches")
     return Program(
         a,
         optimizer,
         options.clip,
         whole=whole,
         offloaded=offloaded,
-        loss_scale=loss_scale(plan) if plan.casts else None,
+        loss_scale=initial_loss_scale(plan) if plan.casts else None,
         comparing=comparing,
     )
 
 
 def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared:
     """Prepare a plan on each rank; the table of bits is broadcast from the first rank."""
-    from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.batch import largest_part
     from schedlang.runtime.comm import world
 
-    with at_the_forward(plan.model.model):
-        sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
+    with add_forward_line(plan.model.model):
+        sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
     found = prepare(plan, sample, options.loss, options.weight, trains=False)
     # tables of bits were measured on each rank's machine, and may differ
     return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
@@ -390,14 +424,14 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
 
 def _make_dropout(
     builder: Builder, prepared: Prepared, batch: Mapping[str, Any], options: Options
-) -> Dropout:
+) -> RankDropout:
     """Return the random draws of this rank, of the kind that the options request."""
-    from schedlang.runtime.batch import rows_of, sample_of
+    from schedlang.runtime.batch import largest_part, row_count
 
     plan = builder.plan
     kind = options.dropout or ("logical" if options.seed is not None else None)
-    sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
-    requested = DropoutOptions(kind, options.seed, rows_of(sample), options.on_meta)
+    sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
+    requested = DropoutOptions(kind, options.seed, row_count(sample), options.on_meta)
     return dropout_of(plan, prepared, builder.ranks, builder.module, requested)
 
 
@@ -410,22 +444,34 @@ def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
         "buffer_stages": buffer_stages(staged),
         "buffer_homes": next(iter(buffer_homes(staged)), {}),
         "last_rank": plan.mesh.rank(last),
-        "outputs_missing": staged.cut.missing,
+        "outputs_missing": staged.cut.missing_outputs,
         # stages forward tensors of frozen modules: their origins get no gradient
-        "ends_early": frozen and staged.cut.constant,
+        "backward_ends_early": frozen and staged.cut.sends_constants,
     }
 
 
 def _make_optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer]
+    a: Assembly, make: Callable[..., torch.optim.Optimizer], trained_anywhere: Container[str]
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of this rank's trained parameters; None if it has no such parameter."""
-    from schedlang.runtime.optim.whole_step import check_closure
+    """Return the optimizer of this rank's trained parameters; None if it has no such parameter.
+
+    `trained_anywhere` names the parameters that any rank trains.
+    """
+    from schedlang.runtime.optim.full_tensor_step import (
+        check_closure,
+        dims_of,
+        fill_groups,
+        groups_of,
+    )
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if not trained:
         return None
-    made = make(trained)
+    names = {id(p): name for name, p in trained}
+    dims = {name: count for name, count in dims_of(a.holdings).items() if name in trained_anywhere}
+    staged = a.stage_axis is not None
+    whole = groups_of(make, dims, set(names.values())) if staged else ()
+    made = make(trained)  # the last that is made: the function may keep it
     check_closure(made)
     groups = getattr(made, "param_groups", ())
     held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
@@ -436,27 +482,28 @@ def _make_optimizer(
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
+    fill_groups(made, whole, names)
     return made
 
 
-def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
+def join_job(plan: Plan, on_meta: bool = False) -> RankGroups:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
-    from schedlang.runtime.comm.collectives import Ranks
+    from schedlang.runtime.comm.collectives import RankGroups
 
     join_world()
     check_axes(plan)
     if on_meta:
-        return Ranks(plan.mesh)
+        return RankGroups(plan.mesh)
     device = next((one.device for one in plan.model.model.parameters()), None)
-    return Ranks(plan.mesh, world.here().device_for(device))
+    return RankGroups(plan.mesh, world.current_world().device_for(device))
 
 
 # -- the local copy ----------------------------------------------------------------------------
 
 
-def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) -> nn.Module:
+def _local_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Options) -> nn.Module:
     """Return a copy of the model with this rank's shard of each parameter, before slicing.
 
     Parameters that this rank does not hold are on the meta device.
@@ -464,11 +511,11 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) 
     import torch
     from torch import nn
 
-    from schedlang.runtime.checkpointing.holding import take
+    from schedlang.runtime.checkpointing.holdings import shard_of
     from schedlang.runtime.initial.sources import source_of
-    from schedlang.runtime.initial.weights import Room
-    from schedlang.runtime.redistribution.sharding import whole
-    from schedlang.runtime.tracing.meta import copy_with, meta_parameter
+    from schedlang.runtime.initial.weight_files import TargetPart
+    from schedlang.runtime.redistribution.sharding import full_slice
+    from schedlang.runtime.tracing.meta_runs import copy_with, meta_parameter
 
     _check_state(plan)
     mesh, rank, on_meta, model = plan.mesh, ranks.rank, options.on_meta, plan.model.model
@@ -477,23 +524,23 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) 
     bare = options.weights is not None or any(p.is_meta for p in model.parameters())
     # recorded initial values, and names in files, are those of the user's model
     source = source_of(plan.model.base.model, options.weights) if bare and not on_meta else None
-    rooms: list[Room] = []
+    rooms: list[TargetPart] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
         holding = replace(prepared.holdings[name], sliced=())
-        if not holding.held(mesh, rank):
+        if not holding.is_held(mesh, rank):
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
         here = source is None or (options.weights is None and not parameter.is_meta)
-        make = None if here else plan.model.drawn(name)
+        make = None if here else plan.model.initializer_of(name)
         if here or make is not None:
             value = parameter.detach() if make is None else make(parameter)
-            part = take(value, holding, mesh, rank).to(ranks.device)
+            part = shard_of(value, holding, mesh, rank).to(ranks.device)
         else:
             part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
-            names = plan.model.unique[name].names
-            rooms.append(Room(names, parameter, part.detach(), holding.part(mesh, rank)))
+            names = plan.model.unique_parameters[name].names
+            rooms.append(TargetPart(names, parameter, part.detach(), holding.part(mesh, rank)))
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     saved = {id(b): n for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)}
@@ -506,7 +553,9 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) 
         if id(tensor) not in saved:
             raise _no_values(model, tensor)
         made = torch.zeros_like(tensor, device=ranks.device)
-        rooms.append(Room((saved[id(tensor)],), tensor, made, whole(tuple(tensor.shape))))
+        rooms.append(
+            TargetPart((saved[id(tensor)],), tensor, made, full_slice(tuple(tensor.shape)))
+        )
         return made
 
     module = copy_with(model, local, other)
@@ -560,5 +609,5 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
     """Return float64 for a float64 model, else float32: losses are sums of many terms."""
     import torch
 
-    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
     return torch.float64 if wide else torch.float32

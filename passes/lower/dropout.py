@@ -13,35 +13,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
 from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.runtime.comm.collectives import Ranks
+    from schedlang.runtime.comm.collectives import RankGroups
     from schedlang.runtime.propagation.trace import Tag
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window
-    from schedlang.runtime.rng.native import Fork, Forked, NativeDropout
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow, WindowOfDraw
+    from schedlang.runtime.rng.native_dropout import DrawFork, ForkedModule, NativeDropout
 
 # (axis, for each place along the axis the place whose mask it draws)
-Along = tuple[tuple[str, tuple[int, ...]], ...]
+MaskPlaces = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Apart:
+class ForkedDraw:
     """A draw from a forked generator, whose mask depends on the places in `along`.
 
     every   the mask has no dim of samples: one draw serves all rows of a batch
     """
 
-    along: Along
+    along: MaskPlaces
     every: bool = False
 
 
 @dataclass(frozen=True)
-class Draws:
+class PlanDraws:
     """The draws of a plan: the axes in a step's seed, and the draws from forked generators.
 
     base   axes along which the random numbers of a step differ
@@ -49,12 +49,12 @@ class Draws:
     why    the reason why masks must be drawn logically; "": they can be drawn natively
     """
 
-    base: tuple[str, ...] = ()
-    sites: Mapping[str, tuple[Apart | None, ...]] = field(default_factory=dict)
-    why: str = ""
+    seed_axes: tuple[str, ...] = ()
+    sites: Mapping[str, tuple[ForkedDraw | None, ...]] = field(default_factory=dict)
+    logical_reason: str = ""
 
 
-def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
+def draws_of(plan: Plan, prepared: Prepared, rows: int) -> PlanDraws:
     """Return which draws of a plan are equal on which ranks.
 
     `rows` is the number of rows of a traced microbatch.
@@ -63,40 +63,44 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
     stage = plan.mesh.fold(staged.axis) if staged.axis is not None else ()
     base = tuple(axis for axis in plan.mesh.sizes if axis in (*plan.data_axes, *stage))
     units = staged.cut.graph.units if stage else ()
-    sites: dict[str, list[Apart | None]] = {}
-    for (site, turn), shape in traced.drawn.items():
-        every = traced.unbatched.get((site, turn), False)
+    sites: dict[str, list[ForkedDraw | None]] = {}
+    for (site, turn), shape in traced.mask_shapes.items():
+        every = traced.unbatched_masks.get((site, turn), False)
         if shape and shape[0] % rows and not every and not _is_recurrent(plan, site):
-            return Draws(why=f"`{site or 'the model'}` draws {shape}, not rows of {rows} samples")
+            return PlanDraws(
+                logical_reason=f"`{site or 'the model'}` draws {shape}, not rows of {rows} samples"
+            )
         axes = dict.fromkeys(a for a in base if not (every and a in plan.data_axes))
         try:
             split = _split_axes(plan, prepared, (site, turn))
         except LookupError as error:
-            return Draws(why=str(error.args[0]))
+            return PlanDraws(logical_reason=str(error.args[0]))
         if prepared.tokens is not None:
             dims = prepared.tokens.draws.get((site, turn))
             if dims is None:
-                return Draws(why=f"how `{site}` draws along the sequence is not known")
+                return PlanDraws(
+                    logical_reason=f"how `{site}` draws along the sequence is not known"
+                )
             weights = len(shape) == 4 and shape[-2] == shape[-1] and dims[-2] == "rows"
             if "rows" not in dims or weights:  # equal on all ranks of a sequence
                 axes = {a: None for a in axes if a not in plan.context_axes}
-        if stage and not any(inside(site, unit) for unit in units):  # several stages compute it
-            if any(inside(unit, site) for unit in units):
+        if stage and not any(is_inside(site, unit) for unit in units):  # several stages compute it
+            if any(is_inside(unit, site) for unit in units):
                 said = f"`{site or 'the model'}` draws between stages"
-                return Draws(why=f"{said}, which all of them run")
+                return PlanDraws(logical_reason=f"{said}, which all of them run")
             axes = {a: None for a in axes if a not in stage}
         same = not split and tuple(axes) == base
         along = tuple((a, tuple(range(plan.mesh.size(a)))) for a in axes) + split
-        draw = None if same and not every else Apart(along, every)
+        draw = None if same and not every else ForkedDraw(along, every)
         sites.setdefault(site, []).append(draw)
-    return Draws(base, {site: tuple(found) for site, found in sites.items()})
+    return PlanDraws(base, {site: tuple(found) for site, found in sites.items()})
 
 
-def drawn_logically(plan: Plan, prepared: Prepared, rows: int) -> str:
+def why_logical(plan: Plan, prepared: Prepared, rows: int) -> str:
     """Return why training on several ranks draws logical masks; "" if it draws native ones."""
-    if plan.mesh.world == 1 or not prepared.traced.random:
+    if plan.mesh.world == 1 or not prepared.traced.is_random:
         return ""
-    return draws_of(plan, prepared, rows).why
+    return draws_of(plan, prepared, rows).logical_reason
 
 
 def _is_recurrent(plan: Plan, site: str) -> bool:
@@ -105,12 +109,12 @@ def _is_recurrent(plan: Plan, site: str) -> bool:
     return isinstance(plan.model.model.get_submodule(site), torch.nn.RNNBase)
 
 
-def _split_axes(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
+def _split_axes(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> MaskPlaces:
     """Return the axes over which a mask is split, and which places hold the same shard.
 
     Raises LookupError where shards overlap.
     """
-    whole, tags = prepared.traced.masks.get(draw, ((), {}))
+    whole, tags = prepared.traced.mask_layouts.get(draw, ((), {}))
     found = []
     for axis, tag in sorted(tags.items()):
         first = _first_holders(tag, whole[tag.dim], plan.mesh.size(axis))
@@ -134,7 +138,7 @@ def _first_holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class RankDropout:
     """The draws of this rank in training.
 
     used    the draws in effect; None: torch's default generator
@@ -142,26 +146,26 @@ class Dropout:
     why     the reason for logical masks
     """
 
-    used: LogicalDropout | NativeDropout | None = None
+    active: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
-    why: str = ""
+    logical_reason: str = ""
 
 
 def dropout_of(
-    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
-) -> Dropout:
+    plan: Plan, prepared: Prepared, ranks: RankGroups, module: nn.Module, options: DropoutOptions
+) -> RankDropout:
     """Return the draws of this rank; wrap the modules that draw from forked generators."""
-    if not prepared.traced.random or (options.kind is None and plan.mesh.world == 1):
-        return Dropout()
+    if not prepared.traced.is_random or (options.kind is None and plan.mesh.world == 1):
+        return RankDropout()
     logical = options.kind == "logical" or options.on_meta
     native, why = None, ""
     if not options.on_meta:
         native, why = _make_native(plan, prepared, ranks, module, options)
     if native is not None and not logical:
-        return Dropout(native, native)
+        return RankDropout(native, native)
     if native is not None:
         native.on = False
-    return Dropout(_make_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
+    return RankDropout(_make_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
 
 
 @dataclass(frozen=True)
@@ -175,55 +179,55 @@ class DropoutOptions:
 
 
 def _make_native(
-    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
+    plan: Plan, prepared: Prepared, ranks: RankGroups, module: nn.Module, options: DropoutOptions
 ) -> tuple[NativeDropout | None, str]:
     """Return native dropout of this rank, or None and the reason why it is impossible."""
     import torch
 
     from schedlang.runtime.comm import world
     from schedlang.runtime.device import default_generators
-    from schedlang.runtime.rng.native import Fork, NativeDropout, install
+    from schedlang.runtime.rng.native_dropout import DrawFork, NativeDropout, install_forks
 
     draws = draws_of(plan, prepared, options.rows)
-    if draws.why:
-        return None, draws.why
+    if draws.logical_reason:
+        return None, draws.logical_reason
     mesh, rank = plan.mesh, ranks.rank
 
-    def fork_of(draw: Apart) -> Fork:
+    def fork_of(draw: ForkedDraw) -> DrawFork:
         places = tuple((axis, first[mesh.index(rank, axis)]) for axis, first in draw.along)
-        return Fork(places, draw.every)
+        return DrawFork(places, draw.every)
 
     at = {
         site: tuple(None if draw is None else fork_of(draw) for draw in found)
         for site, found in draws.sites.items()
     }
-    forks, plain, why = _find_forks(module, at, prepared.traced.entries)
+    forks, plain, why = _find_forks(module, at, prepared.traced.call_counts)
     if why:
         return None, why
     seed = options.seed
     if seed is None:  # ranks may have different seeds, for example for reading data
         seed = world.broadcast_object(0, torch.initial_seed())
-    base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)
+    base = tuple((axis, mesh.index(rank, axis)) for axis in draws.seed_axes)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
-    install(module, native, forks, plain)
+    install_forks(module, native, forks, plain)
     return native, ""
 
 
 def _find_forks(
-    module: nn.Module, sites: Mapping[str, Sequence[Fork | None]], entries: Mapping[str, int]
-) -> tuple[dict[str, Forked], list[str], str]:
+    module: nn.Module, sites: Mapping[str, Sequence[DrawFork | None]], entries: Mapping[str, int]
+) -> tuple[dict[str, ForkedModule], list[str], str]:
     """Return (forked modules, modules inside these that draw from the step's generator, reason).
 
     The reason says why native draws are impossible, or is "". A compiled module counts as one
     module: its graph draws for all modules inside.
     """
-    from schedlang.runtime.rng.native import Forked
+    from schedlang.runtime.rng.native_dropout import ForkedModule
 
-    forks: dict[str, Forked] = {}
+    forks: dict[str, ForkedModule] = {}
     framed: list[str] = []
     remaining = dict(sites)
     for name, kind in _compiled_modules(module).items():
-        within = {site: remaining.pop(site) for site in list(remaining) if inside(site, name)}
+        within = {site: remaining.pop(site) for site in list(remaining) if is_inside(site, name)}
         found = {one for draws in within.values() for one in draws}
         if len(found) > 1:
             if kind == "pattern":
@@ -235,26 +239,26 @@ def _find_forks(
             _make_eager(module, name)
             remaining |= within
         elif found and None not in found:
-            forks[name] = Forked(name, tuple(found), True)
+            forks[name] = ForkedModule(name, tuple(found), True)
         elif found:
             remaining[name] = (None,)
     for name, draws in remaining.items():
         if all(one is None for one in draws):
             continue
-        below = {one for site, found in remaining.items() if inside(site, name) for one in found}
+        below = {one for site, found in remaining.items() if is_inside(site, name) for one in found}
         if len(below) == 1 and name:
-            forks[name] = Forked(name, (draws[0],), True)
+            forks[name] = ForkedModule(name, (draws[0],), True)
             continue
         calls = entries.get(name, 1)
         each = len(draws) // calls
         if len(set(draws)) > 1 and tuple(draws) != tuple(draws[:each]) * calls:
             return {}, [], f"`{name or 'the model'}` draws differently from call to call"
-        forks[name] = Forked(name, tuple(draws[:each]) or (draws[0],), False)
+        forks[name] = ForkedModule(name, tuple(draws[:each]) or (draws[0],), False)
         framed.append(name)
     inside_one = [
         name
         for name in remaining
-        if name not in forks and any(inside(name, outer) for outer in framed)
+        if name not in forks and any(is_inside(name, outer) for outer in framed)
     ]
     return forks, inside_one, ""
 
@@ -262,27 +266,27 @@ def _find_forks(
 def _compiled_modules(module: nn.Module) -> dict[str, str]:
     """Return the outermost compiled modules: "whole", or "pattern" for matches of a pattern."""
     from schedlang.runtime.forward import layer_of
-    from schedlang.runtime.fusion.fuse import Fuse
+    from schedlang.runtime.fusion.fuse import FusedForward
 
     found: dict[str, str] = {}
     for name, one in module.named_modules():
         layer = layer_of(one, "fuse")
-        if layer is not None and not any(inside(name, outer) for outer in found):
-            found[name] = "whole" if isinstance(layer, Fuse) else "pattern"
+        if layer is not None and not any(is_inside(name, outer) for outer in found):
+            found[name] = "whole" if isinstance(layer, FusedForward) else "pattern"
     return found
 
 
 def _make_eager(module: nn.Module, name: str) -> None:
     from schedlang.runtime.forward import layer_of
-    from schedlang.runtime.fusion.fuse import Fuse
+    from schedlang.runtime.fusion.fuse import FusedForward
 
     layer = layer_of(module.get_submodule(name), "fuse")
-    assert isinstance(layer, Fuse)
+    assert isinstance(layer, FusedForward)
     layer.eager = "in training it draws some masks equal on all ranks, and others different"
 
 
 def _make_logical(
-    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, seed: int
+    plan: Plan, prepared: Prepared, ranks: RankGroups, module: nn.Module, seed: int
 ) -> LogicalDropout:
     """Return dropout with masks that do not depend on the layout."""
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
@@ -292,24 +296,26 @@ def _make_logical(
     named_sites(module)
     if parts := prepared.tokens or prepared.slicing:
         slices = parts.windows(slices)
-    return LogicalDropout(seed, slices, prepared.traced.unbatched)
+    return LogicalDropout(seed, slices, prepared.traced.unbatched_masks)
 
 
-def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
+def windows_of(plan: Plan, prepared: Prepared, ranks: RankGroups) -> WindowOfDraw:
     """Return a function that gives the window of a logical mask that this rank's shard covers."""
-    from schedlang.runtime.rng.logical_dropout import Window, is_unbatched, of_evaluation
+    from schedlang.runtime.rng.logical_dropout import LogicalWindow, evaluation_layout, is_unbatched
     from schedlang.runtime.scope import current
 
     # the closure must not hold the plan, which holds the original model
-    mesh, masks, rank = plan.mesh, prepared.traced.masks, ranks.rank
-    unbatched = prepared.traced.unbatched
-    split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
+    mesh, masks, rank = plan.mesh, prepared.traced.mask_layouts, ranks.rank
+    unbatched = prepared.traced.unbatched_masks
+    split = bool(plan.boundaries) or any(
+        plan.effective_layout(name).splits for name in plan.layouts
+    )
 
-    def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+    def slices(site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
         whole, tags = masks.get((site, call), ((), {}))
         here = current()
         if here is not None and here.evaluation:
-            whole, tags = of_evaluation(masks, site, len(shape), split)
+            whole, tags = evaluation_layout(masks, site, len(shape), split)
         if not tags:
             return None
         # dim 0 holds the samples, alone or merged with another dim
@@ -318,9 +324,9 @@ def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():
             dim, parts = tag.dim - first, mesh.size(axis)
-            logical[dim] = tag.uneven.true(shape[dim], parts)
+            logical[dim] = tag.uneven.true_size(shape[dim], parts)
             place = mesh.index(rank, axis)
             index[dim] = tag.positions(logical[dim], parts, place)
-        return Window(tuple(logical), tuple(index))
+        return LogicalWindow(tuple(logical), tuple(index))
 
     return slices

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.lower.build import Options
-    from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.comm.agreement import Item
+    from schedlang.runtime.checkpointing.holdings import Holding
+    from schedlang.runtime.comm.agreement import AgreementItem
 
 _OPTIONS = ("clip", "seed", "dropout", "local", "compare")  # options of `build`, shown by value
 _NUMBERS = (bool, int, float, str)
 _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file")
 
 
-def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
+def program_items(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[AgreementItem]:
     """Return the items of which a program is built; messages name the first different item."""
     import torch
 
     import schedlang
-    from schedlang.runtime.comm.agreement import Item
+    from schedlang.runtime.comm.agreement import AgreementItem
 
     model = plan.model.model
     versions = {
@@ -56,46 +56,48 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
     same_model = "build the model from the same file and config on every rank"
     seed = "use the same seed before the model is built: `torch.manual_seed(0)`"
     return [
-        Item("version", versions, helps=("install the same on all nodes",)),
-        Item("mesh", mesh),
-        Item("model", dict(_module_items(plan)), helps=(same_model,)),
-        Item(
+        AgreementItem("version", versions, helps=("install the same on all nodes",)),
+        AgreementItem("mesh", mesh),
+        AgreementItem("model", dict(_module_items(plan)), helps=(same_model,)),
+        AgreementItem(
             "code of the model",
             dict(_code_items(model)),
-            shown=False,
+            readable=False,
             helps=("check that all nodes have the same files",),
         ),
-        Item(
+        AgreementItem(
             "schedule",
             dict(_row_items(plan)),
             helps=("load the same file, with the same knobs, on every rank",),
         ),
-        Item("options of `build`", options),
-        Item(
+        AgreementItem("options of `build`", options),
+        AgreementItem(
             "functions",
-            {"loss": code(given.loss), "weight": code(given.weight)},
-            shown=False,
+            {"loss": code_digest(given.loss), "weight": code_digest(given.weight)},
+            readable=False,
             helps=("give the same `loss` and `weight` on every rank",),
         ),
-        Item("batch to build from", kinds),
-        Item(
+        AgreementItem("batch to build from", kinds),
+        AgreementItem(
             "initial weights",
             dict(_weight_items(model, plan.model.base.model, given)),
-            shown=False,
+            readable=False,
             helps=(seed, "or load the same checkpoint on every rank"),
         ),
     ]
 
 
-def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[Item]:
+def optimizer_items(
+    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
+) -> list[AgreementItem]:
     """Return one item: the optimizer and its settings for each parameter that this rank trains.
 
     `names` maps ids of parameters to names. Ranks of other stages have other parameters, or none.
     """
-    from schedlang.runtime.comm.agreement import Item
+    from schedlang.runtime.comm.agreement import AgreementItem
 
     if optimizer is None:
-        return [Item("optimizer", {}, held=True)]
+        return [AgreementItem("optimizer", {}, partial=True)]
     parts = {"class": type(optimizer).__qualname__} | _plain_settings(optimizer.defaults)
     for group in optimizer.param_groups:
         own = _plain_settings(
@@ -105,10 +107,10 @@ def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
         said = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
         parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
     help_ = "build it with the same settings on every rank"
-    return [Item("optimizer", parts, held=True, helps=(help_,))]
+    return [AgreementItem("optimizer", parts, partial=True, helps=(help_,))]
 
 
-def check_places(
+def check_optimizer_settings(
     plan: Plan, axis: str | None, holdings: Mapping[str, Holding], make: Callable[..., Any]
 ) -> None:
     """Refuse (S622) optimizer settings that depend on the order or the sizes of parameters.
@@ -117,7 +119,7 @@ def check_places(
     from meta tensors: once from all full parameters, and once from the parameters of each stage of
     `axis`. An optimizer that rejects meta tensors is not checked.
     """
-    from schedlang.runtime.tracing.meta import meta_parameter
+    from schedlang.runtime.tracing.meta_runs import meta_parameter
 
     model = dict(plan.model.model.named_parameters())
     trained = [n for n in holdings if n in model and model[n].requires_grad]
@@ -130,7 +132,7 @@ def check_places(
 
     def settings(names: Iterable[str], rank: int | None = None) -> Mapping[str, str]:
         named = [(name, stand_in(name, rank)) for name in names]
-        made = optimized_by(make(named), {id(p): n for n, p in named})
+        made = optimizer_items(make(named), {id(p): n for n, p in named})
         parts: Mapping[str, str] = made[0].parts
         return parts  # the defaults are among them
 
@@ -184,7 +186,7 @@ def _module_items(plan: Plan) -> Iterator[tuple[str, str]]:
             and not any(word in key for word in _OWN_TO_A_RANK)
         )
         yield name or "the model", " ".join((said, *own))
-    for name, fact in plan.model.unique.items():
+    for name, fact in plan.model.unique_parameters.items():
         frozen = "" if fact.requires_grad else ", frozen"
         tied = f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else ""
         yield name, f"{fact.dtype} {tuple(fact.shape)}{frozen}{tied}"
@@ -232,13 +234,13 @@ def _code_items(model: nn.Module) -> Iterator[tuple[str, str]]:
     )
     digests: dict[str, list[str]] = {}
     for one in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        found = [(name, code(value)) for name, value in sorted(vars(one).items())]
+        found = [(name, code_digest(value)) for name, value in sorted(vars(one).items())]
         own = digests.setdefault(one.__qualname__, [])
         own.extend(f"{name} {said}" for name, said in found if said)
     return ((name, " ".join(said)) for name, said in digests.items())
 
 
-def code(function: Callable[..., Any] | Any) -> str:
+def code_digest(function: Callable[..., Any] | Any) -> str:
     """Return a digest of a function's code, without file names and line numbers; "" for others."""
     inner = getattr(function, "__func__", function)
     inner = getattr(inner, "__wrapped__", inner)

@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
-from schedlang.pipeline.timeline.simulation import Timing, timing
-from schedlang.pipeline.timeline.table import WORK, Kind, Timeline, dependencies
+from schedlang.pipeline.timeline.simulation import Timing, simulate_timeline
+from schedlang.pipeline.timeline.table import COMPUTE_KINDS, Kind, Timeline, dependencies
 
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.runtime.left import Left
-    from schedlang.runtime.measure import Memory
-    from schedlang.runtime.pipeline.measured import Ran, Watch
+    from schedlang.runtime.declined_calls import DeclinedCalls
+    from schedlang.runtime.pipeline.measured_times import MeasuredOp, StepTimer
     from schedlang.runtime.program import Program
+    from schedlang.runtime.program_measurements import MemoryUse
 
 
 Floats = NDArray[np.float64]
-WAITED = 2e-5  # seconds; an operation that starts later than this has waited for its inputs
+MIN_WAIT = 2e-5  # seconds; an operation that starts later than this has waited for its inputs
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MeasuredStep:
     """One measured step: for each planned row the times of its turn, start and end, in seconds."""
 
     timeline: Timeline
@@ -72,19 +72,23 @@ class Measured:
         remote = t.rank[made] != t.rank[used]
         latest = np.full(len(t), -np.inf)
         np.maximum.at(latest, used[remote], self.end[made[remote]])
-        waited = np.isfinite(latest) & (self.start - self.turn > WAITED) & (latest >= self.turn)
+        waited = np.isfinite(latest) & (self.start - self.turn > MIN_WAIT) & (latest >= self.turn)
         return max(0.0, float(np.median((self.start - latest)[waited]))) if waited.any() else 0.0
 
     @cached_property
     def planned(self) -> Timing:
         """Return the timeline simulated with the mean measured costs."""
-        return timing(self.timeline, self.costs, self.transfer)
+        return simulate_timeline(self.timeline, self.costs, self.transfer)
 
     def means(self) -> dict[tuple[str, int], float]:
         """Return the mean seconds of each kind of operation at each stage."""
         t = self.timeline
         pairs = zip(t.kind.tolist(), t.stage.tolist(), self.costs.tolist())
-        work = {(Kind(kind).name, stage): cost for kind, stage, cost in pairs if Kind(kind) in WORK}
+        work = {
+            (Kind(kind).name, stage): cost
+            for kind, stage, cost in pairs
+            if Kind(kind) in COMPUTE_KINDS
+        }
         return dict(sorted(work.items(), key=lambda item: (Kind[item[0][0]], item[0][1])))
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def _figures(times: Timing) -> dict[str, float]:
     }
 
 
-def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
+def join_measured(timeline: Timeline, ran: Sequence[Sequence[MeasuredOp]]) -> MeasuredStep:
     """Join the notes of each place of a pipeline on one step, in the order of the rows.
 
     Rows without notes (evicted activations, updates) get the time when the row before ended.
@@ -137,20 +141,22 @@ def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
                 turn[row] = start[row] = end[row] = last
             last = end[row]
         assert not notes, f"{notes[0].op} was noted and not planned"
-    return Measured(t, turn, start, end)
+    return MeasuredStep(t, turn, start, end)
 
 
-def settled(timeline: Timeline, steps: Sequence[Sequence[Sequence[Ran]]]) -> Measured:
+def median_step(
+    timeline: Timeline, steps: Sequence[Sequence[Sequence[MeasuredOp]]]
+) -> MeasuredStep:
     """Return the step of median duration; `steps` is indexed [place][step]."""
-    found = [measured(timeline, one) for one in zip(*steps)]
+    found = [join_measured(timeline, one) for one in zip(*steps)]
     return sorted(found, key=lambda one: float(one.times.makespan))[len(found) // 2]
 
 
-RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
+DEFAULT_RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingRun:
     """The settings of a training, sent to every rank; `batch(seed)` returns the batch of a step."""
 
     plan: Plan
@@ -161,18 +167,18 @@ class Course:
     optimizer: str = "adamw"
     rate: float | None = None
     seed: int = 0
-    watched: int = 0  # number of last steps whose operations are timed
+    timed_steps: int = 0  # number of last steps whose operations are timed
     prepared: Prepared | None = None  # the prepared plan, if known
     check: Callable[..., None] | None = None  # option of `build`
 
     @property
     def lr(self) -> float:
         """Return the learning rate; without `rate`, the default of the optimizer."""
-        return RATES[self.optimizer] if self.rate is None else self.rate
+        return DEFAULT_RATES[self.optimizer] if self.rate is None else self.rate
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """One step: its loss and duration in seconds, and the work (tokens or rows) of its batch."""
 
     number: int
@@ -183,28 +189,28 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The result of a training: steps of this rank, and memory of all ranks after the last step."""
 
-    steps: tuple[Step, ...]
-    memory: tuple[Memory, ...]
-    measured: Measured | None = None
-    left: tuple[Left, ...] = ()  # calls that kernels declined, on any rank
+    steps: tuple[StepResult, ...]
+    memory: tuple[MemoryUse, ...]
+    measured: MeasuredStep | None = None
+    declined_calls: tuple[DeclinedCalls, ...] = ()  # calls that kernels declined, on any rank
 
     @property
-    def settled(self) -> tuple[Step, ...]:
+    def steps_after_warmup(self) -> tuple[StepResult, ...]:
         """Return the steps that count for speed: without the first one, which warms up."""
         return self.steps[1:] or self.steps
 
     @property
     def median(self) -> float:
         """Return the seconds of the median step."""
-        return statistics.median(step.seconds for step in self.settled)
+        return statistics.median(step.seconds for step in self.steps_after_warmup)
 
     @property
     def per_second(self) -> float:
         """Return the tokens (or rows) per second of all ranks together."""
-        steps = self.settled
+        steps = self.steps_after_warmup
         return sum(step.work for step in steps) / sum(step.seconds for step in steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -217,25 +223,25 @@ class Trained:
             "per_second": self.per_second,
             "step_seconds": self.median,
             "memory": [one.to_json() for one in self.memory],
-            "left": [str(one) for one in self.left],
+            "left": [str(one) for one in self.declined_calls],
             "activations": "not measured" if self.memory[0].peak is None else "in the peak",
         } | ({} if self.measured is None else {"pipeline": self.measured.to_json()})
 
 
-Tell = Callable[[Step], None]
+OnStep = Callable[[StepResult], None]
 
 
-def train(course: Course, tell: Tell | None = None) -> Trained:
+def train(course: TrainingRun, tell: OnStep | None = None) -> TrainingResult:
     """Run the training on this rank. All ranks of the job call it together.
 
     `tell` is called after each step, on every rank. By default a rank of a Pool reports to its
     parent process.
     """
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.launch.pool import progress
-    from schedlang.runtime.left import merged
+    from schedlang.runtime.declined_calls import merge_declined
+    from schedlang.runtime.launch.pool import report_progress
 
-    tell = tell or progress
+    tell = tell or report_progress
     home = _to_model_device(course.plan)
     batch = home(course.batch(course.seed))
     program = build(
@@ -245,56 +251,58 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
         weight=course.weight,
         seed=course.seed,
         dropout="native",
-        optimizer=optimizer(course.optimizer, course.lr),
+        optimizer=make_optimizer(course.optimizer, course.lr),
         prepared=course.prepared,
         check=course.check,
     )
-    watch = _make_watch(program) if course.watched else None
+    watch = _make_watch(program) if course.timed_steps else None
     steps = []
     for number in range(course.steps):
         batch = home(course.batch(course.seed + number)) if number else batch
-        program.watch = watch if number >= course.steps - course.watched else None
+        program.watch = watch if number >= course.steps - course.timed_steps else None
         with program.watch.step() if program.watch is not None else nullcontext():
             steps.append(_step(program, number, batch))
         tell(steps[-1])
     seen = None if watch is None else _median_watched(course.plan, program, watch)
     everyone = _gather_ranks(program)
-    left = merged(one for _, mine in everyone for one in mine)
-    return Trained(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
+    left = merge_declined(one for _, mine in everyone for one in mine)
+    return TrainingResult(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
 
 
-def _make_watch(program: Program) -> Watch:
-    from schedlang.runtime.pipeline.measured import Watch
+def _make_watch(program: Program) -> StepTimer:
+    from schedlang.runtime.pipeline.measured_times import StepTimer
 
     device = program.assembly.pipeline.mail.device
-    return Watch(program.assembly.pipeline, device)
+    return StepTimer(program.assembly.pipeline, device)
 
 
-def _median_watched(plan: Plan, program: Program, watch: Watch) -> Measured:
+def _median_watched(plan: Plan, program: Program, watch: StepTimer) -> MeasuredStep:
     """Return the median timed step of the pipeline at place 0 of all other axes."""
-    from schedlang.runtime.pipeline.measured import gathered
+    from schedlang.runtime.pipeline.measured_times import gather_times
 
-    everyone, axis = gathered(watch), plan.cuts[0].axis
+    everyone, axis = gather_times(watch), plan.cuts[0].axis
     zero = dict.fromkeys(plan.mesh.sizes, 0)
     places = [plan.mesh.rank(zero | {axis: k}) for k in range(plan.mesh.size(axis))]
-    return settled(program.assembly.pipeline.timeline, [everyone[rank] for rank in places])
+    return median_step(program.assembly.pipeline.timeline, [everyone[rank] for rank in places])
 
 
-def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
-    from schedlang.runtime.measure import work_in
+def _step(program: Any, number: int, batch: Mapping[str, Any]) -> StepResult:
+    from schedlang.runtime.program_measurements import work_in
 
     start = time.perf_counter()
     loss = float(program.train_step(batch))
-    return Step(number, loss, time.perf_counter() - start, *work_in(batch))
+    return StepResult(number, loss, time.perf_counter() - start, *work_in(batch))
 
 
-def _gather_ranks(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
+def _gather_ranks(program: Any) -> tuple[tuple[MemoryUse, tuple[DeclinedCalls, ...]], ...]:
     """Gather the memory and the declined kernel calls of all ranks."""
     from schedlang.runtime.comm import world
-    from schedlang.runtime.left import left_in
-    from schedlang.runtime.measure import memory_of
+    from schedlang.runtime.declined_calls import declined_in
+    from schedlang.runtime.program_measurements import memory_of
 
-    return tuple(world.all_gather_object((memory_of(program), left_in(program.assembly.module))))
+    return tuple(
+        world.all_gather_object((memory_of(program), declined_in(program.assembly.module)))
+    )
 
 
 def _to_model_device(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -308,20 +316,21 @@ def _to_model_device(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]
     return lambda batch: pytree.tree_map(home, dict(batch))
 
 
-def optimizer(name: str, rate: float) -> Callable[..., Any]:
+def make_optimizer(name: str, rate: float) -> Callable[..., Any]:
     """Return a function from named parameters to the optimizer of this name."""
     import torch
 
     kinds: Mapping[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    assert kinds.keys() == RATES.keys()
+    assert kinds.keys() == DEFAULT_RATES.keys()
     return partial(kinds[name], lr=rate)
 
 
-def check(course: Course) -> None:
+def check_run(course: TrainingRun) -> None:
     """Refuse (S109) an unknown optimizer and numbers out of range."""
-    if course.optimizer not in RATES:
+    if course.optimizer not in DEFAULT_RATES:
         _refuse(
-            f"unknown optimizer: `--optimizer {course.optimizer}`", f"choose {' or '.join(RATES)}"
+            f"unknown optimizer: `--optimizer {course.optimizer}`",
+            f"choose {' or '.join(DEFAULT_RATES)}",
         )
     if course.steps < 1:
         _refuse(f"`--steps` must be above 0, not {course.steps}", "give a number above 0")

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.annotations import Stored
+from schedlang.ir.annotations import OffloadedTensors
 from schedlang.ir.features import Recomputing
-from schedlang.ir.plan import Plan, at_its_row
+from schedlang.ir.plan import Plan, place_at_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
-from schedlang.passes.partition.chains import Counting, time_of
-from schedlang.passes.partition.stages import (
-    Unit,
-    Weight,
-    at_units,
-    balanced,
+from schedlang.passes.partition.recomputed_chains import CostSubject, time_weight_of
+from schedlang.passes.partition.stage_assignment import (
+    ChainUnit,
+    RunWeight,
+    balanced_stages,
     check_regions,
-    even,
+    even_stages,
+    stages_starting_at,
     weight_of,
 )
 from schedlang.passes.propagate.casts import cast_modules
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.pipeline.timeline.table import Timeline
-    from schedlang.runtime.pipeline.stage import Recorded
-    from schedlang.runtime.sharding.shard import Arrivals
-    from schedlang.runtime.tracing.graph import Cut, StageGraph
+    from schedlang.runtime.pipeline.stage import RecordedOutputs
+    from schedlang.runtime.sharding.edges import RedistributionCache
+    from schedlang.runtime.tracing.stage_graph import StageGraph, StageSplit
 
 
 Loss = Callable[..., Any]
-UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
+CONTAINERS = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Staged:
     recorded  outputs of units when the model was recorded
     """
 
-    cut: Cut
+    cut: StageSplit
     timeline: Timeline
     homes: tuple[tuple[int, ...], ...]
     axis: str | None
     trunk: frozenset[str]
-    outside: frozenset[tuple[str, str]] = frozenset()
-    lent: frozenset[str] = frozenset()
-    recorded: Recorded | None = field(default=None, repr=False, compare=False)
+    outside_calls: frozenset[tuple[str, str]] = frozenset()
+    unsliceable_parameters: frozenset[str] = frozenset()
+    recorded: RecordedOutputs | None = field(default=None, repr=False, compare=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Staged:
             return tuple(range(self.cut.stages))
         return tuple(s for s in range(self.cut.stages) if place in self.places(s))
 
-    def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+    def count_microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
         """Return the number of microbatches per step of a stage at a place, or of one replica."""
         from schedlang.pipeline.timeline.table import Kind
 
@@ -91,9 +91,9 @@ class Staged:
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     """Return the local model on the meta device, with local shapes and without process groups."""
-    from schedlang.runtime.tracing.meta import meta_model
+    from schedlang.runtime.tracing.meta_runs import meta_model
 
-    shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
+    shapes = {name: plan.effective_layout(name).local_shape(plan.mesh) for name in plan.layouts}
     model = meta_model(plan.model.model, shapes)
     shard_modules(model, traced, lambda edge: edge)
     cast_modules(plan, model)
@@ -106,34 +106,34 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
     `with_group` returns an edge with the process group of this rank, or the edge itself.
     """
     from schedlang.runtime.forward import wrap
-    from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
-    from schedlang.runtime.propagation.narrowed import Parts
-    from schedlang.runtime.sharding.leaf import UNCALLED, Sharded
-    from schedlang.runtime.sharding.sizes import Sizes, set_number
+    from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, sum_over
+    from schedlang.runtime.propagation.argument_shards import ArgumentLayer
+    from schedlang.runtime.sharding.module_sizes import SizesLayer, set_number
+    from schedlang.runtime.sharding.sharded_layer import UNCALLED, ShardedLayer
 
-    for fqn, attribute, value in traced.numbers:
+    for fqn, attribute, value in traced.local_numbers:
         set_number(model.get_submodule(fqn), attribute, value)
-    for fqn, counted in traced.counted.items():
+    for fqn, counted in traced.counted_sizes.items():
         module = model.get_submodule(fqn)
-        wrap(module, "sizes", Sizes(module, counted))
-    for fqn, parts in traced.parts.items():
+        wrap(module, "sizes", SizesLayer(module, counted))
+    for fqn, parts in traced.narrowed_arguments.items():
         own = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
-        wrap(module, "parts", Parts(module, own))
-    arrivals = _shared_arrivals(model, traced) if traced.sharing else {}
+        wrap(module, "parts", ArgumentLayer(module, own))
+    arrivals = _shared_arrivals(model, traced) if traced.sharing_modules else {}
     for fqn, edges in traced.edges.items():
         module, cache = model.get_submodule(fqn), arrivals.get(fqn)
-        grouped = tuple(replace(with_group(edge), arrivals=cache) for edge in edges)
-        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], grouped))
+        grouped = tuple(replace(with_group(edge), cache=cache) for edge in edges)
+        wrap(module, "sharded", ShardedLayer(module, traced.kinds[fqn], grouped))
     for fqn in traced.uncalled:
         module = model.get_submodule(fqn)
-        wrap(module, "sharded", Sharded(module, UNCALLED, (), name=fqn))
+        wrap(module, "sharded", ShardedLayer(module, UNCALLED, (), name=fqn))
     if traced.statistics is not None:
         mine = with_group(traced.statistics)
-        gather_statistics(model, mine.sums, over(mine.group))
+        gather_statistics(model, mine.sums, sum_over(mine.group))
 
 
-def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
+def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, RedistributionCache]:
     """Return a cache of redistributed inputs for each sharded module that shares its input.
 
     Modules in the same outermost block of a list share one cache, and so do modules in no list.
@@ -141,10 +141,10 @@ def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     from torch.nn import Module
 
     from schedlang.runtime.forward import wrap
-    from schedlang.runtime.sharding.shard import Arrivals
+    from schedlang.runtime.sharding.edges import RedistributionCache
 
     blocks: dict[str, list[str]] = {}
-    for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing):
+    for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing_modules):
         block = ""
         for end, letter in enumerate(fqn):
             above = fqn[:end]
@@ -153,10 +153,10 @@ def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
                 called = type(model.get_submodule(above)).forward is not Module.forward
                 block = above if called else ""
         blocks.setdefault(block, []).append(fqn)
-    found: dict[str, Arrivals] = {}
+    found: dict[str, RedistributionCache] = {}
     for block, inside in blocks.items():
         if len(inside) > 1:
-            cache = Arrivals(traced.written)
+            cache = RedistributionCache(traced.is_shared_input_written)
             wrap(model.get_submodule(block), "arrivals", cache)
             found |= dict.fromkeys(inside, cache)
     return found
@@ -167,71 +167,75 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 
     Raises Refusal at the row of the cut where the model cannot be split so.
     """
-    from schedlang.runtime.kept_outside import kept_outside
-    from schedlang.runtime.tracing.graph import UNCUT, cut
-    from schedlang.runtime.training import Training
+    from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.tracing.stage_graph import UNSPLIT, split_graph
+    from schedlang.runtime.training_mode import TrainingMode
 
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
-        if plan.unrolled and traced.entries:
+        if plan.unrolled and traced.call_counts:
             _check_call_counts(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        trunk -= {around for _, around in traced.lent}  # the root module gathers instead
-        outside = traced.outside
-        if traced.wanders:  # ranks would gather and reduce different modules together
-            trunk -= {around for fqn, around in outside if fqn in traced.wanders} | traced.wanders
-            outside = frozenset(one for one in outside if traced.wanders.isdisjoint(one))
-        return Staged(UNCUT, timeline, ((0,),), None, trunk, outside, traced.rewritten)
+        trunk -= {
+            around for _, around in traced.outside_parameters
+        }  # the root module gathers instead
+        outside = traced.outside_calls
+        if traced.varying_modules:  # ranks would gather and reduce different modules together
+            trunk -= {
+                around for fqn, around in outside if fqn in traced.varying_modules
+            } | traced.varying_modules
+            outside = frozenset(one for one in outside if traced.varying_modules.isdisjoint(one))
+        return Staged(UNSPLIT, timeline, ((0,),), None, trunk, outside, traced.rewritten_parameters)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
-    Training(skeleton).on()
+    TrainingMode(skeleton).train()
     try:
-        with kept_outside(plan.model.model, loss):
+        with restore_global_state(plan.model.model, loss):
             graph, recorded = _record_graph(plan, traced, skeleton, batch, loss)
-            counting = Counting(plan, traced, None, batch, loss)
+            counting = CostSubject(plan, traced, None, batch, loss)
             numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
-        made = cut(graph, numbers)
+        made = split_graph(graph, numbers)
         _check_derived(traced, graph)
         _check_reentered(traced, graph, numbers)
     except Refusal as refusal:
-        raise placed(refusal, plan, Facet.STAGE) from refusal
-    homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    lent = frozenset(name for name, around in traced.lent if around in graph.units)
-    lent |= traced.rewritten
+        raise place_at_facet(refusal, plan, Facet.STAGE) from refusal
+    homes = tuple(tuple(row) for row in timeline.replica_ranks.tolist())
+    lent = frozenset(name for name, around in traced.outside_parameters if around in graph.units)
+    lent |= traced.rewritten_parameters
     # with casts, slices or split tokens the outputs of units differ from the recorded outputs
     sure = not plan.casts and not plan.contexts and timeline.slices == 1
     known = recorded if sure else None
-    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent, known)
-    return with_parking(plan, staged)
+    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside_calls, lent, known)
+    return with_eviction(plan, staged)
 
 
 def _record_graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
-) -> tuple[StageGraph, Recorded]:
+) -> tuple[StageGraph, RecordedOutputs]:
     """Record which outputs units read of each other, and the outputs.
 
     Runs another forward to count calls where the trace does not have each unit called once.
     """
-    from schedlang.runtime.pipeline.stage import Recorded
-    from schedlang.runtime.tracing.calls import once
-    from schedlang.runtime.tracing.record import record
+    from schedlang.runtime.pipeline.stage import RecordedOutputs
+    from schedlang.runtime.tracing.module_calls import calls_from_counts
+    from schedlang.runtime.tracing.recording import record_forward
     from schedlang.runtime.tracing.units import units_of
 
     at = [fqn for c in plan.cuts for fqn in c.before]
     trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
-    seen = once(plan.model.model, traced.entries)
+    seen = calls_from_counts(plan.model.model, traced.call_counts)
     if seen is not None:
         try:
             names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
-            recorded = Recorded(skeleton, names)
-            return record(skeleton, names, batch, loss=loss, met=recorded), recorded
+            recorded = RecordedOutputs(skeleton, names)
+            return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
         except Refusal:
             pass  # a forward called by name is no unit; the next lines refuse where necessary
     names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
-    recorded = Recorded(skeleton, names)
-    return record(skeleton, names, batch, loss=loss, met=recorded), recorded
+    recorded = RecordedOutputs(skeleton, names)
+    return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
 
 
 def _check_call_counts(plan: Plan, traced: Traced) -> None:
@@ -239,17 +243,17 @@ def _check_call_counts(plan: Plan, traced: Traced) -> None:
     from schedlang.runtime.tracing.units import check_calls
 
     try:
-        check_calls(dict(plan.unrolled), traced.entries)
+        check_calls(dict(plan.unrolled), traced.call_counts)
     except Refusal as refusal:
-        raise placed(refusal, plan, Facet.STAGE) from refusal
+        raise place_at_facet(refusal, plan, Facet.STAGE) from refusal
 
 
 def timeline_of(plan: Plan) -> Timeline:
     """Return the timeline of the plan's order, with split backwards where rows request them."""
-    from schedlang.pipeline.timeline.table import ONE, halved
+    from schedlang.pipeline.timeline.table import SINGLE_STAGE, split_backwards
 
-    made = _timeline_of_order(plan) if plan.cuts or plan.order is not None else ONE
-    return made if plan.late is None else halved(made)
+    made = _timeline_of_order(plan) if plan.cuts or plan.order is not None else SINGLE_STAGE
+    return made if plan.deferred_weight_grads is None else split_backwards(made)
 
 
 def _timeline_of_order(plan: Plan) -> Timeline:
@@ -257,54 +261,54 @@ def _timeline_of_order(plan: Plan) -> Timeline:
 
     Raises Refusal S608 for sizes that the order does not support.
     """
-    from schedlang.pipeline.schedules import OrderError, find, order
+    from schedlang.pipeline.schedules import OrderError, find_order, make_order
 
     axis = plan.cuts[0].axis if plan.cuts else None
     wanted = plan.order
     try:
         if wanted is None:
-            return order("GPipe", plan.mesh.size(plan.cuts[0].axis), 1)
+            return make_order("GPipe", plan.mesh.size(plan.cuts[0].axis), 1)
         if axis is not None:
             return wanted.timeline(plan.mesh.size(axis))
-        known = None if wanted.table else find(wanted.name)
+        known = None if wanted.table else find_order(wanted.name)
         if known is not None and (wanted.slices > 1 or known.relaxed):
             return wanted.timeline(1)
         # one stage: each forward, then its backward. With 1F1B, parameters on the host would be
         # gathered also for the microbatch before, and the optimizer would not wait for this
         away = any(one.what == "parameters" for one in plan.stores)
-        return order("GPipe" if away else "1F1B", 1, wanted.micro)
+        return make_order("GPipe" if away else "1F1B", 1, wanted.micro)
     except OrderError as error:
         diagnostic = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise placed(Refusal(diagnostic), plan, Facet.ORDER) from error
+        raise place_at_facet(Refusal(diagnostic), plan, Facet.ORDER) from error
 
 
-def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+def _stage_numbers(counting: CostSubject, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
     """Return the stage of each unit, from the cuts of the plan."""
-    from schedlang.runtime.tracing.units import in_trunk
+    from schedlang.runtime.tracing.units import is_in_trunk
 
     plan = counting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
-    inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
+    inside = is_in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
-        Unit(label, plan.model.numel(name), trunk)
+        ChainUnit(label, plan.model.numel(name), trunk)
         for name, label, trunk in zip(graph.units, graph.labels, inside)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
-        return at_units(units, starts)
+        return stages_starting_at(units, starts)
     weight = _weight(counting, graph, timeline)
     if weight is None:
-        return even(units, timeline.stages)
-    return balanced(units, timeline.stages, weight)
+        return even_stages(units, timeline.stages)
+    return balanced_stages(units, timeline.stages, weight)
 
 
-def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
+def _weight(counting: CostSubject, graph: StageGraph, timeline: Timeline) -> RunWeight | None:
     """Return the weight function that balances the stages; None: equal numbers of units."""
     plan = counting.plan
     planned = plan.rows_with(Recomputing)
     rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
     if rows:
-        return time_of(counting, rows, graph, timeline)
+        return time_weight_of(counting, rows, graph, timeline)
     balance = plan.cuts[0].balance
     return None if balance == "even" else weight_of(balance, plan, graph, timeline)
 
@@ -314,7 +318,7 @@ def _check_derived(traced: Traced, graph: StageGraph) -> None:
 
     No stage has the full autograd graph.
     """
-    for fqn, line in traced.derives.items():
+    for fqn, line in traced.differentiating_modules.items():
         if not any(f"{fqn}.".startswith(f"{unit}.") for unit in graph.units):
             raise Refusal.of(
                 "S610",
@@ -335,7 +339,7 @@ def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) 
     the model with its own backward (reversible layers).
     """
     for unit, stage in zip(graph.units, numbers):
-        function = traced.ungraded.get(unit, "")
+        function = traced.no_grad_modules.get(unit, "")
         if stage < max(numbers) and function and function != "CheckpointFunction":
             raise Refusal.of(
                 "S610",
@@ -343,7 +347,11 @@ def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) 
                 notes=("no stage has all of what that backward runs",),
                 helps=("leave out the pipeline: `zero` and `shard` do not cut it",),
             )
-        if traced.reenters and unit in traced.ungraded and stage < max(numbers):
+        if (
+            traced.has_reentrant_checkpoints
+            and unit in traced.no_grad_modules
+            and stage < max(numbers)
+        ):
             raise Refusal.of(
                 "S610",
                 f"`{unit}` runs in a reentrant checkpoint, which no later stage can run again",
@@ -371,16 +379,16 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
     """Yield the modules in a list, with those of nested lists and dicts."""
     for child in plan.model.sites[fqn].children:
         name = f"{fqn}.{child}"
-        if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
+        if any(plan.model.sites[name].is_a(kind) for kind in CONTAINERS):
             yield from _elements(plan, name)
         else:
             yield name
 
 
-def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
+def place_at_facet(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """Return the refusal placed at the first row that changes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
-    return at_its_row(refusal, row)
+    return place_at_row(refusal, row)
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
@@ -410,12 +418,12 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
     return tuple(found)
 
 
-def on_peers(plan: Plan, *what: str) -> list[Stored]:
+def peer_stores(plan: Plan, *what: str) -> list[OffloadedTensors]:
     """Return the offloads of a plan to a peer, of the given kinds or of all kinds."""
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 
-def with_parking(plan: Plan, staged: Staged) -> Staged:
+def with_eviction(plan: Plan, staged: Staged) -> Staged:
     """Return the stages with EVICT and LOAD operations for activations offloaded to a peer.
 
     The largest `ahead` of a stage's rows decides how early its activations are loaded. Raises
@@ -424,14 +432,14 @@ def with_parking(plan: Plan, staged: Staged) -> Staged:
     ahead = _load_ahead(plan, staged)
     if not ahead:
         return staged
-    from schedlang.pipeline.timeline.memory import with_parks
+    from schedlang.pipeline.timeline.memory import with_evictions
 
     _check_order(plan, staged.timeline)
-    return replace(staged, timeline=with_parks(staged.timeline, ahead))
+    return replace(staged, timeline=with_evictions(staged.timeline, ahead))
 
 
-def without_parking(plan: Plan, staged: Staged) -> Staged:
-    """Return the stages without EVICT and LOAD operations that `with_parking` added."""
+def without_eviction(plan: Plan, staged: Staged) -> Staged:
+    """Return the stages without EVICT and LOAD operations that `with_eviction` added."""
     from schedlang.pipeline.timeline.table import Kind
 
     t = staged.timeline
@@ -440,7 +448,7 @@ def without_parking(plan: Plan, staged: Staged) -> Staged:
     return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
 
 
-def meet(one: str, other: str) -> bool:
+def are_nested(one: str, other: str) -> bool:
     """Return whether two modules are equal, or one is inside the other."""
     a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
     return a.startswith(b) or b.startswith(a)
@@ -449,12 +457,12 @@ def meet(one: str, other: str) -> bool:
 def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:
     """Return, by stage, how many operations ahead its activations are loaded."""
     found: dict[int, int] = {}
-    for one in on_peers(plan, "activations"):
+    for one in peer_stores(plan, "activations"):
         if one.over != staged.axis:
             continue  # refused elsewhere
         for stage in range(staged.cut.stages):
             units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-            if any(meet(unit, one.fqn) for unit in units):
+            if any(are_nested(unit, one.fqn) for unit in units):
                 found[stage] = max(found.get(stage, 0), one.ahead)
     return found
 
@@ -466,7 +474,7 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
     if not own:
         return
     order = plan.order.name if plan.order is not None else ""
-    row = plan.origin(on_peers(plan, "activations")[0])
+    row = plan.origin(peer_stores(plan, "activations")[0])
     refusal = Refusal.of(
         "S851",
         f"the order `{order}` already decides what happens to saved activations",
@@ -476,4 +484,4 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
             'or use an order without them: `pipeline(order="1F1B", micro=4)`',
         ),
     )
-    raise at_its_row(refusal, row)
+    raise place_at_row(refusal, row)

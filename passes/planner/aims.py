@@ -13,14 +13,20 @@ from itertools import count, product
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.tables import seconds as briefly
-from schedlang.passes.planner.reasons import Rejected
-from schedlang.passes.planner.search import Counts, Found
-from schedlang.passes.planner.space import Job
-from schedlang.passes.planner.tuned import REASONS, TRIES, Find, Tuned, tuned
+from schedlang.diagnostics.tables import format_seconds as briefly
+from schedlang.passes.planner.reasons import RejectedSetting
+from schedlang.passes.planner.search import Counts, SearchResult
+from schedlang.passes.planner.search_space import Job
+from schedlang.passes.planner.tuning import (
+    MAX_REASONS,
+    MAX_SEARCHES,
+    FindSetting,
+    TuningResult,
+    tune_model,
+)
 from schedlang.passes.planner.values import Chain, Placement
 from schedlang.passes.simulate.machine import Cluster
-from schedlang.passes.simulate.nodes import Node, Nodes
+from schedlang.passes.simulate.node_cluster import Node, Nodes
 
 if TYPE_CHECKING:
     from schedlang.passes.planner.profile import Profiles
@@ -28,8 +34,8 @@ if TYPE_CHECKING:
 # -- a training ------------------------------------------------------------------------------------
 
 AIMS = TIME, COST, ENERGY = ("time", "cost", "energy")
-NEEDS = {COST: "price", ENERGY: "power"}  # the field that each node must have
-MOST = 1000  # maximal number of offers
+NEEDED_FIELDS = {COST: "price", ENERGY: "power"}  # the field that each node must have
+MAX_OFFERS = 1000  # maximal number of offers
 KWH = 3.6e6
 
 
@@ -53,21 +59,21 @@ class Aim:
         if self.name == TIME or not isinstance(on, Nodes):
             return seconds
         if self.name == COST:
-            return seconds * on.rate(on.ranks)
-        return energy_cost(Run(seconds, on.watts(on.ranks)), most, self.eta)
+            return seconds * on.price_per_second(on.ranks)
+        return energy_cost(TrainingCost(seconds, on.watts(on.ranks)), most, self.eta)
 
-    def told(self, seconds: float, on: Cluster) -> str:
+    def describe(self, seconds: float, on: Cluster) -> str:
         """Describe a training on nodes: `41.2 h, 1,204.50`."""
         found = [_duration(seconds)]
         if self.name == COST and isinstance(on, Nodes):
-            found.append(f"{seconds * on.rate(on.ranks):,.2f} at these prices")
+            found.append(f"{seconds * on.price_per_second(on.ranks):,.2f} at these prices")
         if self.name == ENERGY and isinstance(on, Nodes):
             found.append(f"{seconds * on.watts(on.ranks) / KWH:,.4g} kWh")
         return ", ".join(found)
 
 
 @dataclass(frozen=True)
-class Offer:
+class ResourceChoice:
     """Some of the nodes, each at full power or limited, with a batch; `steps` of a training."""
 
     job: Job
@@ -85,23 +91,23 @@ class Offer:
             for work in (run.unit.forward, run.unit.backward)
             for op in work.operators
         )
-        speed = sum(self.job.cluster.of(rank).speed for rank in range(self.job.ranks))
+        speed = sum(self.job.cluster.device_of(rank).speed for rank in range(self.job.ranks))
         return self.steps * self.job.rows * flops / speed
 
 
 @dataclass(frozen=True)
-class Bid:
+class EvaluatedChoice:
     """The best setting that was found for an offer: seconds of a training, and its worth."""
 
-    offer: Offer
-    found: Found
+    offer: ResourceChoice
+    found: SearchResult
     seconds: float
     worth: float
 
 
-def check(aim: Aim, cluster: Cluster) -> None:
+def check_cluster(aim: Aim, cluster: Cluster) -> None:
     """Refuse (S109) a cluster without the figure that the aim needs."""
-    need = NEEDS.get(aim.name)
+    need = NEEDED_FIELDS.get(aim.name)
     if need is None:
         return
     said = {"price": "price = 24.5", "power": "power = 400"}[need]
@@ -116,7 +122,7 @@ def check(aim: Aim, cluster: Cluster) -> None:
             raise Refusal.of("S109", title, helps=(help_,))
 
 
-def offers(job: Job, aim: Aim) -> list[Offer]:
+def list_choices(job: Job, aim: Aim) -> list[ResourceChoice]:
     """List all numbers of nodes of each kind (for energy also under each power limit), with each
     batch; for time all nodes.
 
@@ -130,7 +136,9 @@ def offers(job: Job, aim: Aim) -> list[Offer]:
         for cluster, ranks, text in some:
             words = [text] * bool(text) + [f"{rows} rows"] * (len(aim.samples) > 1)
             each = replace(job, ranks=ranks, rows=rows, cluster=cluster)
-            found.append(Offer(each, math.ceil(samples / rows), ", ".join(words) or "all nodes"))
+            found.append(
+                ResourceChoice(each, math.ceil(samples / rows), ", ".join(words) or "all nodes")
+            )
     return found
 
 
@@ -140,11 +148,20 @@ def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
     for at, one in enumerate(nodes.nodes):
         kinds.setdefault(one, []).append(at)
     menus = [
-        [(0, one), *((k + 1, h) for h in (one.held if limited else (one,)) for k in range(len(at)))]
+        [
+            (0, one),
+            *(
+                (k + 1, h)
+                for h in (one.with_power_limits if limited else (one,))
+                for k in range(len(at))
+            ),
+        ]
         for one, at in kinds.items()
     ]
-    if (many := math.prod(map(len, menus)) - 1) > MOST:
-        title = f"{many} choices of nodes and limits are too many: at most {MOST} are looked at"
+    if (many := math.prod(map(len, menus)) - 1) > MAX_OFFERS:
+        title = (
+            f"{many} choices of nodes and limits are too many: at most {MAX_OFFERS} are looked at"
+        )
         raise Refusal.of("S109", title, helps=("give fewer `limits`, or fewer nodes: `--gpus`",))
     for chosen in product(*menus):
         places = {p: one for (k, one), at in zip(chosen, kinds.values()) for p in at[:k]}
@@ -156,11 +173,11 @@ def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
                 if k
             ]
             order = sorted(places)
-            yield nodes.some(order, [places[at] for at in order]), ", ".join(told)
+            yield nodes.select(order, [places[at] for at in order]), ", ".join(told)
 
 
 @dataclass
-class Auction:
+class ChoiceSearch:
     """Best-first search over offers: an offer is evaluated when no other can be worth less.
 
     find  finds the best setting of a job
@@ -170,57 +187,59 @@ class Auction:
     profiles: Callable[[Placement], object]
     job: Job
     aim: Aim
-    find: Callable[[Job], Found]
-    seen: list[Bid] = field(default_factory=list)
+    find: Callable[[Job], SearchResult]
+    evaluated: list[EvaluatedChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(self.aim, self.job.cluster)
-        self.offers = offers(self.job, self.aim)
+        check_cluster(self.aim, self.job.cluster)
+        self.offers = list_choices(self.job, self.aim)
         whole = self.job.cluster
         self.most = whole.watts(whole.ranks) if isinstance(whole, Nodes) else 0.0
 
-    def bids(self) -> Iterator[Bid]:
+    def iter_evaluated(self) -> Iterator[EvaluatedChoice]:
         """Yield bids that end within the deadline, the least worth first (lambda-DNN, Xu et al.,
         IEEE Transactions on Computers 2022)."""
         row, turn = self.profiles(Placement()), count()
-        heap: list[tuple[float, int, Offer | Bid]] = []
+        heap: list[tuple[float, int, ResourceChoice | EvaluatedChoice]] = []
         for one in self.offers:
             if (floor := one.floor(row)) <= self.aim.deadline:
                 heapq.heappush(heap, (self.worth(one, floor), next(turn), one))
         while heap:
             *_, at = heapq.heappop(heap)
-            if isinstance(at, Bid):
+            if isinstance(at, EvaluatedChoice):
                 yield at
                 continue
             found = self.find(at.job)
             if found.best is None or found.best.priced is None:
                 continue
             took = at.steps * found.best.least
-            bid = Bid(at, found, took, self.worth(at, took))
-            self.seen.append(bid)
+            bid = EvaluatedChoice(at, found, took, self.worth(at, took))
+            self.evaluated.append(bid)
             if took <= self.aim.deadline:
                 heapq.heappush(heap, (bid.worth, next(turn), bid))
 
-    def worth(self, offer: Offer, seconds: float) -> float:
+    def worth(self, offer: ResourceChoice, seconds: float) -> float:
         """Weight the seconds of a training on an offer's nodes."""
         return self.aim.worth(seconds, offer.job.cluster, self.most)
 
-    def told(self, bid: Bid) -> Rejected:
+    def describe(self, bid: EvaluatedChoice) -> RejectedSetting:
         """Describe a bid that was not chosen."""
-        said = self.aim.told(bid.seconds, bid.offer.job.cluster)
+        said = self.aim.describe(bid.seconds, bid.offer.job.cluster)
         late = ": too late" if bid.seconds > self.aim.deadline else ""
-        return Rejected(bid.offer.text, bid.found.best, said + late)
+        return RejectedSetting(bid.offer.text, bid.found.best, said + late)
 
 
-def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tuned]:
+def tune_for_aim(
+    profiles: Profiles, job: Job, aim: Aim, find: FindSetting
+) -> tuple[Job, TuningResult]:
     """Return the cheapest bid whose simulated steps end within the deadline, and its job.
 
     Without such a bid nothing is written: the result lists the quickest bids as rejected.  Raises
     Refusal S109 for a cluster without the figure that the aim needs, and what `tuned` raises.
     """
-    auction = Auction(profiles, job, aim, lambda job: find(profiles, job))
-    best: tuple[float, Job, Tuned] | None = None
-    for tries, bid in enumerate(auction.bids(), 1):
+    auction = ChoiceSearch(profiles, job, aim, lambda job: find(profiles, job))
+    best: tuple[float, Job, TuningResult] | None = None
+    for tries, bid in enumerate(auction.iter_evaluated(), 1):
         if best is not None and bid.worth >= best[0]:
             break
         made = _tuned_bid(profiles, auction, bid, find)
@@ -228,37 +247,39 @@ def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tune
         worth = auction.worth(bid.offer, took)
         if took <= aim.deadline and (best is None or worth < best[0]):
             best = worth, bid.offer.job, made
-        if tries == TRIES:
+        if tries == MAX_SEARCHES:
             break
     if best is not None:
         return best[1:]
-    late = [auction.told(bid) for bid in sorted(auction.seen, key=lambda bid: bid.seconds)]
+    late = [auction.describe(bid) for bid in sorted(auction.evaluated, key=lambda bid: bid.seconds)]
     if not late:
         row = profiles(Placement())
         floor, text = min((offer.floor(row), offer.text) for offer in auction.offers)
         why = f"{_duration(floor)} at least, all operations at full speed: too late"
-        late = [Rejected(text, None, why)]
-    return job, Tuned(Found(None, 0.0, Counts(), tuple(late), done=True), None, job)
+        late = [RejectedSetting(text, None, why)]
+    return job, TuningResult(SearchResult(None, 0.0, Counts(), tuple(late), done=True), None, job)
 
 
-def _tuned_bid(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned:
+def _tuned_bid(
+    profiles: Profiles, auction: ChoiceSearch, bid: EvaluatedChoice, find: FindSetting
+) -> TuningResult:
     """Write and simulate the schedule of a bid, with the other bids as reasons."""
     offer, aim = bid.offer, auction.aim
-    others = sorted((one for one in auction.seen if one is not bid), key=lambda one: one.worth)
-    rejected = (*map(auction.told, others[: REASONS - 1]), *bid.found.rejected)
+    others = sorted((one for one in auction.evaluated if one is not bid), key=lambda one: one.worth)
+    rejected = (*map(auction.describe, others[: MAX_REASONS - 1]), *bid.found.rejected)
     first = replace(bid.found, rejected=rejected)
 
-    def find_first(profiles: Profiles, job: Job) -> Found:
+    def find_first(profiles: Profiles, job: Job) -> SearchResult:
         return first if job is offer.job else find(profiles, job)
 
     def say(took: float) -> Iterator[str]:
         rows = f"{offer.steps:,} steps of {offer.job.rows} rows"
-        yield f"Training: {rows} take {aim.told(offer.steps * took, offer.job.cluster)}."
+        yield f"Training: {rows} take {aim.describe(offer.steps * took, offer.job.cluster)}."
         within = "" if aim.deadline == math.inf else f" within {_duration(aim.deadline)}"
         best = f"least {aim.name} of {len(auction.offers)} choices{within}"
-        yield f"On {offer.text}: {best}, of which {len(auction.seen)} were searched."
+        yield f"On {offer.text}: {best}, of which {len(auction.evaluated)} were searched."
 
-    return tuned(profiles, offer.job, find_first, say)
+    return tune_model(profiles, offer.job, find_first, say)
 
 
 def _duration(seconds: float) -> str:
@@ -272,14 +293,14 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingCost:
     """Training to a target, measured or expected: seconds, and mean watts."""
 
     seconds: float
     watts: float
 
 
-def energy_cost(run: Run, most: float, eta: float = 0.5) -> float:
+def energy_cost(run: TrainingCost, most: float, eta: float = 0.5) -> float:
     """Cost of a run in joules: eta of its energy, and 1 - eta of its time at `most` watts.
 
     Zeus (You et al., NSDI 2023).

@@ -14,29 +14,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.even import even
+from schedlang.passes.planner.critical_path import stage_ranks
+from schedlang.passes.planner.even_stages import split_evenly
 from schedlang.passes.planner.price import (
-    axes_of,
-    by_run,
-    collective,
-    composition,
-    replicas_apart,
-    updating,
+    collective_seconds,
+    optimizer_seconds,
+    replica_stride,
+    run_seconds,
+    sending_axes,
+    units_by_stage,
 )
-from schedlang.passes.planner.space import LAYS, Floats, Ints, Job, Ways
-from schedlang.passes.planner.span import homes
+from schedlang.passes.planner.search_space import AXIS_ORDERS, Candidates, Floats, Ints, Job
 from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 
-FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # backwards are not split, and a rank has one stage
-WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # backwards are not split
+ONE_STAGE_ORDERS = (
+    "1F1B",
+    "GPipe",
+    "Eager1F1B",
+)  # backwards are not split, and a rank has one stage
+WHOLE_BACKWARD_ORDERS = (
+    *ONE_STAGE_ORDERS,
+    "Interleaved1F1B",
+    "BFS",
+    "Seq1F1B",
+    "TeraPipe",
+)  # backwards are not split
 
 
 # -- all candidates of a placement -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Clock:
+class ChainTimes:
     """Lower bounds of seconds of a chain's units, by runs: forward, backward, and recomputation.
 
     They depend on how far apart the ranks of the chain's own axes are.
@@ -48,23 +58,23 @@ class Clock:
     _cuts: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _spans: dict[object, float] = field(default_factory=dict)
 
-    def cut(self, way: Setting) -> tuple[Setting, float]:
+    def split_stages(self, way: Setting) -> tuple[Setting, float]:
         """Split into stages so that the slowest is as quick as possible; also return the pipeline's
         floor."""
         if way.cuts:
-            return way, span_floor(self, way)
-        key = way.pp, way.chunks, self.near(way)
+            return way, pipeline_floor(self, way)
+        key = way.pp, way.chunks, self.ranks_in_node(way)
         if (cuts := self._cuts.get(key)) is None:
             each = tuple(self.times(way)[:2].sum(0).tolist())
-            cuts = self._cuts[key] = even(self.chain, way.pp * way.chunks, each)
+            cuts = self._cuts[key] = split_evenly(self.chain, way.pp * way.chunks, each)
         split, known = replace(way, cuts=cuts), (*key, way.order)
         if (span := self._spans.get(known)) is None:
-            span = self._spans[known] = span_floor(self, split)
+            span = self._spans[known] = pipeline_floor(self, split)
         return split, span
 
-    def near(self, setting: Setting) -> tuple[int, ...]:
+    def ranks_in_node(self, setting: Setting) -> tuple[int, ...]:
         """Ranks of each of the chain's axes that share a node: times depend on nothing else."""
-        where, node = axes_of(setting), self.job.cluster.node
+        where, node = sending_axes(setting), self.job.cluster.node
         return tuple(max(1, min(size, node // far)) for _, size, far in where if size > 1)
 
     def times(self, setting: Setting | None = None) -> Floats:
@@ -73,19 +83,21 @@ class Clock:
         Without a setting: seconds as if ranks of every axis were adjacent, which no setting beats.
         """
         one = self.chain.placement
-        where = axes_of(Setting(one) if setting is None else replace(setting, placement=one))
+        where = sending_axes(Setting(one) if setting is None else replace(setting, placement=one))
         if setting is None:
             where = tuple((axis, size, min(far, 1)) for axis, size, far in where)
-        key = None if setting is None else self.near(setting)
+        key = None if setting is None else self.ranks_in_node(setting)
         if key not in self._known:
-            tables = by_run(self.chain, where, self.job.cluster)[1]
+            tables = run_seconds(self.chain, where, self.job.cluster)[1]
             ahead, back, _, fore, hind = (one.sum(1) for one in tables)
             least = ahead + fore, back + np.minimum(0.0, hind), np.maximum(0.0, hind)
             self._known[key] = np.array(least)
         return self._known[key]
 
 
-def seconds_bounds(ways: Ways, clocks: Sequence[Clock], laid: bool = True) -> tuple[Floats, Floats]:
+def step_bounds(
+    ways: Candidates, clocks: Sequence[ChainTimes], laid: bool = True
+) -> tuple[Floats, Floats]:
     """Lower bounds and estimates of the seconds of a step of each candidate, for any split into
     stages; also for any order of its axes where it is not `laid`.
 
@@ -96,19 +108,23 @@ def seconds_bounds(ways: Ways, clocks: Sequence[Clock], laid: bool = True) -> tu
     rank, and a third of that where backwards are split.
     """
     ahead, back, longest = _units(ways, clocks, laid)
-    both, share = ahead + back, (ahead + back) / ways.pp / clocks[0].job.worth
+    both, share = ahead + back, (ahead + back) / ways.pp / clocks[0].job.relative_speed
     busy = ways.passes * np.maximum(share, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
     waits = _flushed_seconds(both, ways.pp, ways.passes)
     first = ahead * _first_slice_share(ways.chain.placement.slices)
     last = _last_rank_seconds(first, both - first, ways.pp, ways.passes)
-    waits = np.where(_has_order(ways, FLUSHED), waits, last)
-    idle = np.where(_has_order(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
+    waits = np.where(_has_order(ways, ONE_STAGE_ORDERS), waits, last)
+    idle = (
+        np.where(_has_order(ways, WHOLE_BACKWARD_ORDERS), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
+    )
     hoped: Floats = share * (ways.passes + idle)
     return np.where(alone, np.maximum(busy, waits), busy), hoped
 
 
-def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Floats, Floats]:
+def _units(
+    ways: Candidates, clocks: Sequence[ChainTimes], laid: bool
+) -> tuple[Floats, Floats, Floats]:
     """Seconds of all units, forward and backward, and of the longest unit, for each candidate."""
     each, near = (
         _distinct_settings(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
@@ -120,7 +136,7 @@ def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Flo
     return ahead, back, longest
 
 
-def _unit_times(clock: Clock, near: Setting | None) -> tuple[float, float, float]:
+def _unit_times(clock: ChainTimes, near: Setting | None) -> tuple[float, float, float]:
     """Seconds of all units of one chain, and of its longest unit.
 
     Each chain has runs of its own: units that are equal for few rows may differ for many.
@@ -130,20 +146,22 @@ def _unit_times(clock: Clock, near: Setting | None) -> tuple[float, float, float
     return ahead, back, times.sum(0).max()
 
 
-def _distinct_settings(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], Ints]:
+def _distinct_settings(
+    ways: Candidates, clocks: Sequence[ChainTimes]
+) -> tuple[list[Setting | None], Ints]:
     """List settings whose units take different times, and the index of each candidate's setting."""
     which, at = _distinct(ways.pp, ways.axes)
     settings: list[Setting | None] = []
     places, found = dict[tuple[int, ...], int](), []
     for one in at.tolist():
-        key = clocks[0].near(setting := ways.setting(one))
+        key = clocks[0].ranks_in_node(setting := ways.setting(one))
         if key not in places:
             settings.append(setting)
         found.append(places.setdefault(key, len(places)))
     return settings, np.array(found, dtype=np.int64)[which]
 
 
-def _has_order(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
+def _has_order(ways: Candidates, orders: Sequence[str]) -> NDArray[np.bool_]:
     """Find the candidates whose order is one of `orders`."""
     found: NDArray[np.bool_] = np.array([name in orders for name in ways.names])[ways.order]
     return found
@@ -181,7 +199,7 @@ def _last_rank_seconds(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) ->
     return found
 
 
-def sums_floor(ways: Ways, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
+def replica_floor(ways: Candidates, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
     """Lower bounds of the seconds in which each candidate's replicas send, for any split into
     stages; also for any order of its axes where it is not `laid`.
 
@@ -196,7 +214,7 @@ def sums_floor(ways: Ways, job: Job, laid: bool = True) -> tuple[Floats, Floats]
     @cache
     def summed(pp: int, axes: int) -> Floats:
         """Seconds of an all-reduce, of a reduce-scatter, of an all-gather."""
-        setting = Setting(one, ranks // pp, pp, axes=LAYS[axes])
+        setting = Setting(one, ranks // pp, pp, axes=AXIS_ORDERS[axes])
         return np.array(
             [_collective_floor(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)]
         )
@@ -207,13 +225,13 @@ def sums_floor(ways: Ways, job: Job, laid: bool = True) -> tuple[Floats, Floats]
         at = replace(one, offload="optimizer" if hosted else "none")
         setting = Setting(at, ranks // pp, pp)
         each = (replace(setting, zero=zero) for zero in range(4))
-        return [updating(zero, held / pp, job.cluster, job.recipe) for zero in each]
+        return [optimizer_seconds(zero, held / pp, job.cluster, job.recipe) for zero in each]
 
-    hosted = np.array([chain.placement.hosted for chain in ways.chains])[ways.one]
+    hosted = np.array([chain.placement.offloads_optimizer for chain in ways.chains])[ways.one]
     which, at = _distinct(ways.pp, ways.axes, hosted)
     sums, updates = [], []
     for pp, axes, away in zip(*(one[at].tolist() for one in (ways.pp, ways.axes, hosted))):
-        some = (axes,) if laid else ways.lays[pp]
+        some = (axes,) if laid else ways.axis_orders[pp]
         sums.append(np.min([summed(pp, order) for order in some], 0))
         updates.append(updated(away, pp))
     every, zero = np.array(sums)[which], ways.zero
@@ -238,7 +256,7 @@ def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
 def _collective_floor(op: str, chain: Chain, setting: Setting, job: Job) -> float:
     """Seconds of one collective of replicas over the mean share of all parameters."""
     one, recipe = setting.placement, job.recipe
-    far, ranks = replicas_apart(setting, job.cluster), setting.dp * one.cp
+    far, ranks = replica_stride(setting, job.cluster), setting.dp * one.cp
     size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
     numbers, spread = _count_parameters(chain)
     plain = _collective_seconds(job.cluster, op, (numbers - spread) * size, ranks, far)
@@ -251,7 +269,7 @@ def _collective_floor(op: str, chain: Chain, setting: Setting, job: Job) -> floa
 
 @lru_cache(100_000)
 def _collective_seconds(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
-    return collective(cluster, op, size, ranks, apart)
+    return collective_seconds(cluster, op, size, ranks, apart)
 
 
 def _count_parameters(chain: Chain) -> tuple[int, int]:
@@ -259,12 +277,12 @@ def _count_parameters(chain: Chain) -> tuple[int, int]:
     tied = {max(pair) for pair in chain.tied}
     runs = [run for at, run in enumerate(chain.runs) if at not in tied]
     return (
-        sum(run.unit.numbers * run.count for run in runs),
-        sum(run.unit.spread * run.count for run in runs),
+        sum(run.unit.numel * run.count for run in runs),
+        sum(run.unit.expert_numel * run.count for run in runs),
     )
 
 
-def bytes_floor(ways: Ways, job: Job) -> Floats:
+def bytes_floor(ways: Candidates, job: Job) -> Floats:
     """Lower bound of the bytes of the fullest rank of each candidate, for any split into stages.
 
     The fullest rank holds at least the mean: of the state, and of what one microbatch saves where
@@ -275,9 +293,13 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     each = []
     for chain in ways.chains:
         at = chain.placement
-        kept = sum(_least_saved(run.unit, at.parked) * run.count for run in chain.runs)
-        least = min(run.unit.most for run in chain.runs)
-        each.append((recipe.state(at.hosted), max(0.0, kept - numbers * recipe.gradient), least))
+        kept = sum(
+            _least_saved(run.unit, at.offloads_activations) * run.count for run in chain.runs
+        )
+        least = min(run.unit.peak for run in chain.runs)
+        each.append(
+            (recipe.state(at.offloads_optimizer), max(0.0, kept - numbers * recipe.gradient), least)
+        )
     state, kept, least = np.array(each, dtype=float)[ways.one].T
     held = np.zeros(len(ways))
     for stage, size in enumerate((state, recipe.gradient, recipe.parameter)):
@@ -295,7 +317,7 @@ def _least_saved(unit: Unit, parked: bool) -> float:
 # -- one candidate ---------------------------------------------------------------------------------
 
 
-def span_floor(clock: Clock, setting: Setting) -> float:
+def pipeline_floor(clock: ChainTimes, setting: Setting) -> float:
     """Lower bound of the seconds of the pipeline of a setting with stages, for any order.
 
     Each rank waits for the first microbatch to reach its first stage, computes, and, where
@@ -303,11 +325,11 @@ def span_floor(clock: Clock, setting: Setting) -> float:
     """
     ahead, back, once_more = clock.times(setting)
     first = _first_slice_share(setting.placement.slices)
-    made, again = composition(clock.chain, setting.cuts, setting.again)
+    made, again = units_by_stage(clock.chain, setting.cuts, setting.again)
     forward, backward = made @ ahead, made @ back + again @ once_more
-    rank = homes(setting.order, setting.pp, setting.chunks)
+    rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     busy = np.bincount(rank, forward + backward, setting.pp) * setting.passes
-    whole = setting.order in WHOLE
+    whole = setting.order in WHOLE_BACKWARD_ORDERS
     before = forward[: setting.pp] + (backward[: setting.pp] if whole else 0.0)
     waits = np.concatenate([[0.0], np.cumsum(before)[:-1]]) * first
     return float((busy + waits).max())

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from schedlang.passes.simulate.machine import SHARES
+from schedlang.passes.simulate.machine import RING_COSTS
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Plan as Rows
@@ -34,7 +34,7 @@ class Traffic:
     rings     hosts of a ring -> bytes on each of its links, in whatever order it visits the hosts
     """
 
-    reduced: float
+    all_reduced: float
     messages: Messages
     rings: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int
                 for pair in ((host(a), host(b)) for a in ranks for b in ranks):
                     messages[pair] += one.total // len(ranks) * (pair[0] != pair[1])
             else:
-                known = SHARES.get(one.kind.replace("-", "_"))
+                known = RING_COSTS.get(one.kind.replace("-", "_"))
                 rings[tuple(sorted(on))] += one.total * (known(len(ranks))[1] if known else 1)
     return Traffic(0.0, {(a, b): much for (a, b), much in messages.items()}, dict(rings))
 
@@ -76,13 +76,13 @@ def _groups(plan: Rows, one: Collective) -> Iterator[tuple[int, ...]]:
             yield tuple(rank for rank in ranks if one.places is None or at[rank] in one.places)
 
 
-def strides(hosts: int) -> Strides:
+def ring_strides(hosts: int) -> Strides:
     """Return the strides that make one ring of all hosts: those without a common factor with
     `hosts`."""
     return tuple(k for k in range(1, hosts) if math.gcd(k, hosts) == 1)
 
 
-def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float:
+def link_seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float:
     """Seconds of the most loaded link.
 
     Rings are spread over all strides that visit exactly their hosts.  Messages take shortest
@@ -93,9 +93,9 @@ def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float
         return math.inf
     load = {(host, stride): 0.0 for host in range(hosts) for stride in chosen}
     messages, rings = defaultdict(float, traffic.messages), defaultdict(float, traffic.rings)
-    rings[tuple(range(hosts))] += 2 * (hosts - 1) / hosts * traffic.reduced
+    rings[tuple(range(hosts))] += 2 * (hosts - 1) / hosts * traffic.all_reduced
     for group, size in rings.items():
-        around = ringed(hosts, chosen, group)
+        around = strides_around(hosts, chosen, group)
         for stride in around:
             for host in group:
                 load[host, stride] += size / len(around)
@@ -109,7 +109,7 @@ def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float
     return max(load.values()) / link
 
 
-def ringed(hosts: int, chosen: Strides, group: tuple[int, ...]) -> Strides:
+def strides_around(hosts: int, chosen: Strides, group: tuple[int, ...]) -> Strides:
     """Return the strides that visit exactly these hosts: hosts at equal distances all the way
     round."""
     apart = hosts // len(group)
@@ -133,26 +133,28 @@ def routes(hosts: int, chosen: Strides) -> tuple[Strides, ...]:
     return tuple(found.get(distance, ()) for distance in range(hosts))
 
 
-def wired(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
+def choose_strides(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
     """Choose the set of `degree` strides with the shortest step, and return its seconds.
 
-    More than `SETS` sets are not enumerated: see `wired_in_turn`.
+    More than `MAX_SETS` sets are not enumerated: see `choose_strides_greedily`.
     """
-    if math.comb(hosts - 1, degree) > SETS:
-        return wired_in_turn(hosts, degree, traffic, link)
+    if math.comb(hosts - 1, degree) > MAX_SETS:
+        return choose_strides_greedily(hosts, degree, traffic, link)
     sets = combinations(range(1, hosts), degree)
-    return min(((s, seconds(hosts, s, traffic, link)) for s in sets), key=lambda one: one[1])
+    return min(((s, link_seconds(hosts, s, traffic, link)) for s in sets), key=lambda one: one[1])
 
 
-def wired_in_turn(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
+def choose_strides_greedily(
+    hosts: int, degree: int, traffic: Traffic, link: float
+) -> tuple[Strides, float]:
     """Choose strides greedily, each the one that helps most: for many hosts."""
     chosen: Strides = ()
     for _ in range(degree):
         left = [k for k in range(1, hosts) if k not in chosen]
         more = ((*chosen, k) for k in left)
-        chosen = min(more, key=lambda s: seconds(hosts, tuple(sorted(s)), traffic, link))
+        chosen = min(more, key=lambda s: link_seconds(hosts, tuple(sorted(s)), traffic, link))
         chosen = tuple(sorted(chosen))
-    return chosen, seconds(hosts, chosen, traffic, link)
+    return chosen, link_seconds(hosts, chosen, traffic, link)
 
 
-SETS = 4000
+MAX_SETS = 4000

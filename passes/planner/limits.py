@@ -9,7 +9,7 @@ from schedlang.ir.limits import FORBID, LEAST, PIN, Limits, Value
 from schedlang.passes.planner.values import Setting
 
 
-def told(setting: Setting) -> dict[str, Value]:
+def setting_values(setting: Setting) -> dict[str, Value]:
     """Return the value of every name that limits know, of a setting that has its stages."""
     one, again = setting.placement, sum(setting.again)
     return {
@@ -31,12 +31,12 @@ def told(setting: Setting) -> dict[str, Value]:
     }
 
 
-def kept(limits: Limits, setting: Setting) -> bool:
+def satisfies_limits(limits: Limits, setting: Setting) -> bool:
     """Return whether a setting satisfies all limits."""
-    return all(limits.admits(*pair) for pair in told(setting).items())
+    return all(limits.admits(*pair) for pair in setting_values(setting).items())
 
 
-def limits_of(
+def parse_limits(
     pin: Iterable[str] = (), forbid: Iterable[str] = (), least: Iterable[str] = ()
 ) -> Limits:
     """Parse the options `--pin`, `--forbid` and `--least`: `tp=4`, of several values `tp=2,4`.
@@ -46,15 +46,15 @@ def limits_of(
     found = Limits()
     for how, option, texts in ((PIN, "--pin", pin), (FORBID, "--forbid", forbid)):
         for text in texts:
-            found = found.limited(how, *_read(option, text))
+            found = found.with_limit(how, *_read(option, text))
     for text in least:
-        found = found.limited(LEAST, *_read("--least", text))
+        found = found.with_limit(LEAST, *_read("--least", text))
     return found
 
 
-def asked(text: str) -> Limits:
+def parse_question(text: str) -> Limits:
     """Parse the limits of a question, separated by spaces: `tp=4 order=GPipe`."""
-    return limits_of(pin=text.split())
+    return parse_limits(pin=text.split())
 
 
 def _read(option: str, text: str) -> tuple[str, tuple[Value, ...]]:

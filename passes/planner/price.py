@@ -16,41 +16,47 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.even import even
-from schedlang.passes.planner.span import FLYING, Way, homes, in_flight, longest
-from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
-from schedlang.passes.simulate.nodes import Nodes
+from schedlang.passes.planner.critical_path import (
+    KNOWN_IN_FLIGHT,
+    CriticalPath,
+    count_in_flight,
+    find_critical_path,
+    stage_ranks,
+)
+from schedlang.passes.planner.even_stages import split_evenly
+from schedlang.passes.planner.values import Chain, Price, Recipe, Setting, Unit, Work
+from schedlang.passes.simulate.node_cluster import Nodes
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
 
 Array = NDArray[np.float64]
 Causes = Mapping[str, float]  # seconds by cause, or weights by cause
-Where = tuple[tuple[str, int, int], ...]  # axes: name, number of ranks, stride
-NONE: Causes = {}
-RECIPE = Recipe()
+AxisStrides = tuple[tuple[str, int, int], ...]  # axes: name, number of ranks, stride
+NO_WEIGHTS: Causes = {}
+DEFAULT_RECIPE = Recipe()
 COMPUTING, HOST = "computing", "host"
 
 # -- one unit --------------------------------------------------------------------------------------
 
 
-def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
+def unit_seconds(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and the extra seconds of recomputation."""
     ahead, back, _, fore, hind = (
-        sum(one.values()) for one in unit_causes(unit, axes_of(setting), cluster)
+        sum(one.values()) for one in unit_seconds_by_cause(unit, sending_axes(setting), cluster)
     )
     return ahead, back, fore + hind
 
 
-def axes_of(setting: Setting) -> Where:
+def sending_axes(setting: Setting) -> AxisStrides:
     """Return the axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
     found = tuple((axis, size, setting.stride(axis)) for axis, size in sizes.items())
-    return (*found, (HOST, 1, 0)) if at.parked else found
+    return (*found, (HOST, 1, 0)) if at.offloads_activations else found
 
 
-def replicas_apart(setting: Setting, cluster: Cluster) -> int:
+def replica_stride(setting: Setting, cluster: Cluster) -> int:
     """Return the stride from one replica to the next.
 
     Two data axes count as one axis, of which equally many ranks share a node.
@@ -64,7 +70,7 @@ def replicas_apart(setting: Setting, cluster: Cluster) -> int:
 
 
 @lru_cache(4096)
-def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
+def unit_seconds_by_cause(unit: Unit, where: AxisStrides, cluster: Cluster) -> tuple[Causes, ...]:
     """Seconds by cause: a unit's forward, its backward, the weight gradients within its backward,
     and the extra seconds of its forward and of its backward where it is recomputed.
 
@@ -75,7 +81,7 @@ def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...
     ahead, back = (_work_seconds(work, sizes, cluster) for work in (unit.forward, unit.backward))
     fore, hind = dict[str, float](), dict(ahead)
     if HOST in sizes and unit.input < unit.kept:
-        copies = [cluster.copying(size) for size in (unit.kept, unit.input)]
+        copies = [cluster.copy_seconds(size) for size in (unit.kept, unit.input)]
         for found, more in ((ahead, fore), (back, hind)):  # out during forward, in during backward
             beside = sum(found.values())
             whole, own = (copy - cluster.overlap * min(copy, beside) for copy in copies)
@@ -99,17 +105,18 @@ def _work_seconds(
             found[cause] = found.get(cause, 0.0) + took
 
     for op in work.operators:
-        start = cluster.operator(op.kind, 0.0, 0.0)
-        took = cluster.operator(op.kind, op.flops, op.moved)
+        start = cluster.operator_seconds(op.kind, 0.0, 0.0)
+        took = cluster.operator_seconds(op.kind, op.flops, op.moved)
         add(op.cause or op.kind, op.count * (took - start))
         add("start", op.count * start)
     shown = 1.0
-    if rings := [sent for sent in work.sent if sent.op == "send"]:
+    if rings := [sent for sent in work.collectives if sent.op == "send"]:
         ring = sum(
-            one.count * collective(cluster, "send", one.bytes, *sizes[one.axis]) for one in rings
+            one.count * collective_seconds(cluster, "send", one.bytes, *sizes[one.axis])
+            for one in rings
         )
         shown = 1 - cluster.overlap * min(1.0, sum(found.values()) / max(ring, 1e-12))
-    for sent in work.sent:
+    for sent in work.collectives:
         often = sent.count * (shown if sent.op == "send" else 1)
         for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
             add(cause, often * took)
@@ -120,15 +127,15 @@ def _sending(
     cluster: Cluster, axis: str, op: str, size: float, ranks: int, apart: int
 ) -> tuple[tuple[str, float], tuple[str, float]]:
     """Seconds of a collective: of its bytes, and of its start, which depends on the ranks alone."""
-    start = collective(cluster, op, 0.0, ranks, apart)
-    took = collective(cluster, op, size, ranks, apart)
+    start = collective_seconds(cluster, op, 0.0, ranks, apart)
+    took = collective_seconds(cluster, op, size, ranks, apart)
     return (axis, took - start), (f"{axis} start", start)
 
 
 @lru_cache(100_000)
-def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+def collective_seconds(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
     """Seconds of one collective, or of one message to a neighbour, along an axis."""
-    return cluster.collective(op, size, ranks, apart)
+    return cluster.collective_seconds(op, size, ranks, apart)
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -138,9 +145,9 @@ def price(
     chain: Chain,
     setting: Setting,
     cluster: Cluster,
-    recipe: Recipe = RECIPE,
-    weights: Causes = NONE,
-) -> Priced:
+    recipe: Recipe = DEFAULT_RECIPE,
+    weights: Causes = NO_WEIGHTS,
+) -> Price:
     """Price a setting: seconds of a step, and bytes of the rank of each place.
 
     `weights` are factors by cause from a fit to measured runs; 1 for other causes.  Raises
@@ -149,22 +156,24 @@ def price(
     """
     step = _step(chain, setting, cluster, recipe, weights)
     own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
-    sending = {axis: own.pop(axis, 0.0) + own.pop(f"{axis} start", 0.0) for axis in SENDING}
+    sending = {axis: own.pop(axis, 0.0) + own.pop(f"{axis} start", 0.0) for axis in SENDING_CAUSES}
     parts = {COMPUTING: sum(own.values())} | {axis: t for axis, t in sending.items() if t}
     if setting.pp > 1:
         parts["pp"] = step.way.sends * step.send
         parts["idle"] = step.span - sum(parts.values())
     parts["gradients"] = _total(step.data, weights)
     parts["optimizer"] = _total(step.update, weights)
-    return Priced(sum(parts.values()), peaks(chain, setting, recipe, step.made, step.again), parts)
+    return Price(
+        sum(parts.values()), peak_bytes(chain, setting, recipe, step.made, step.again), parts
+    )
 
 
-def causes(
+def step_seconds_by_cause(
     chain: Chain,
     setting: Setting,
     cluster: Cluster,
-    recipe: Recipe = RECIPE,
-    weights: Causes = NONE,
+    recipe: Recipe = DEFAULT_RECIPE,
+    weights: Causes = NO_WEIGHTS,
 ) -> dict[str, float]:
     """Seconds of a step by cause; their weighted sum is its price.  Overlap is negative.
 
@@ -178,11 +187,11 @@ def causes(
         one.reshape(len(made), -1).T.copy() for one in (way.forward, way.inputs, way.weights)
     )
     forward, backward, half, fore, hind = step.tables
-    inputs[:, 0] = np.where(apart(setting)[0], weigh[:, 0], inputs[:, 0])
+    inputs[:, 0] = np.where(split_backward_stages(setting)[0], weigh[:, 0], inputs[:, 0])
     vector = (ahead @ made) @ forward + (inputs @ made) @ backward
     vector = vector + (ahead @ step.again) @ fore + (inputs @ step.again) @ hind
-    vector = vector + ((weigh - inputs) * apart(setting)) @ made @ half
-    vector = (vector * uneven(step.names, setting.placement.slices)).sum(0)
+    vector = vector + ((weigh - inputs) * split_backward_stages(setting)) @ made @ half
+    vector = (vector * slice_shares(step.names, setting.placement.slices)).sum(0)
     found |= {cause: float(took) for cause, took in zip(step.names, vector)}
     for cause, took in step.sent:
         found[cause] = found.get(cause, 0.0) + took * way.sends
@@ -192,7 +201,7 @@ def causes(
     return found
 
 
-SENDING = ("tp", "cp", "ep", HOST)
+SENDING_CAUSES = ("tp", "cp", "ep", HOST)
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ class _Step:
     """Intermediate values of the price of a step.
 
     names        causes of units
-    tables       seconds of one unit of each run, as `by_run` gives them
+    tables       seconds of one unit of each run, as `run_seconds` gives them
     made, again  units of each run at each stage, and recomputed ones among them [stages, runs]
     busiest      seconds of the rank with most work [causes]
     """
@@ -211,7 +220,7 @@ class _Step:
     made: Array
     again: Array
     busiest: Array
-    way: Way
+    way: CriticalPath
     span: float
     send: float
     sent: tuple[tuple[str, float], ...]
@@ -222,45 +231,48 @@ class _Step:
 def _step(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
 ) -> _Step:
-    alike(cluster)
-    names, tables = by_run(chain, axes_of(setting), cluster)
+    check_equal_ranks(cluster)
+    names, tables = run_seconds(chain, sending_axes(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
-    shares = uneven(names, setting.placement.slices)
+    shares = slice_shares(names, setting.placement.slices)
     ahead, back, weigh, fore, hind = (one @ (shares * weight).T for one in tables)
     stages = setting.pp * setting.chunks
-    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).mean(1).tolist()))
+    cuts = setting.cuts or split_evenly(chain, stages, tuple((ahead + back).mean(1).tolist()))
     if len(cuts) != stages:
         raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
-    made, again = composition(chain, cuts, setting.again)
-    sent = handing(chain, setting, cluster)
+    made, again = units_by_stage(chain, cuts, setting.again)
+    sent = stage_send_seconds(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
     f, whole = made @ ahead + again @ fore, made @ back + again @ hind
-    w = second_halves(setting, whole, made @ weigh)
+    w = weight_grad_seconds(setting, whole, made @ weigh)
     i = whole - w
     sizes = (setting.pp, setting.chunks, setting.micro)  # [stages, slices]
-    way = longest(setting.order, *sizes, f, i, w, send)
-    rank = homes(setting.order, setting.pp, setting.chunks)
+    way = find_critical_path(setting.order, *sizes, f, i, w, send)
+    rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     worst = int(np.bincount(rank, (f + i + w).sum(1), setting.pp).argmax())
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
     forward, backward, _, out, home = tables
     busiest = setting.passes * (once @ (forward + backward) + more @ (out + home))
-    held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
+    held, units = (
+        parameters_by_place(chain, made, rank, setting.pp).max(0),
+        round(float(once.sum())),
+    )
     data = dict(
-        replicas_send(
+        replica_seconds(
             setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights
         )
     )
-    for cause, took in shared_send(chain, setting, cluster, recipe, made, rank):
+    for cause, took in tied_grad_seconds(chain, setting, cluster, recipe, made, rank):
         data[cause] = data.get(cause, 0.0) + took
     span, update = (
         way.seconds(f, i, w, send),
-        {"optimizer": updating(setting, held, cluster, recipe)},
+        {"optimizer": optimizer_seconds(setting, held, cluster, recipe)},
     )
     return _Step(names, weight, tables, made, again, busiest, way, span, send, sent, data, update)
 
 
-def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
+def split_backward_stages(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
     """Find stages whose backward runs in two halves, if the order has halves.
 
     Stages whose weights are gathered from ZeRO shards do not, nor do stages that recompute units
@@ -272,13 +284,13 @@ def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
     return found
 
 
-def second_halves(setting: Setting, backward: Array, weights: Array) -> Array:
+def weight_grad_seconds(setting: Setting, backward: Array, weights: Array) -> Array:
     """Seconds of weight gradients that each stage runs in a second half [stages, slices].
 
     The first stage's backward is all second half: its inputs need no gradients.
     """
-    found: Array = apart(setting)[:, None] * weights
-    found[0] = np.where(apart(setting)[0], backward[0], 0.0)
+    found: Array = split_backward_stages(setting)[:, None] * weights
+    found[0] = np.where(split_backward_stages(setting)[0], backward[0], 0.0)
     return found
 
 
@@ -286,36 +298,38 @@ def _gathered(setting: Setting) -> bool:
     return setting.zero > 0 and setting.dp > 1
 
 
-def alike(cluster: Cluster) -> None:
+def check_equal_ranks(cluster: Cluster) -> None:
     """Raise TypeError for unequal nodes, which `planner.unlike` prices."""
     if isinstance(cluster, Nodes):
         raise TypeError(f"{cluster.text()}: this assumes equal ranks; `search` does not")
 
 
 @lru_cache(1024)
-def by_run(
-    chain: Chain, where: Where, cluster: Cluster
+def run_seconds(
+    chain: Chain, where: AxisStrides, cluster: Cluster
 ) -> tuple[tuple[str, ...], tuple[Array, ...]]:
     """Seconds of one unit of each run by cause [runs, causes], five tables: forward, backward,
     weight gradients within backward, extra forward and extra backward of recomputation."""
-    each = [unit_causes(run.unit, where, cluster) for run in chain.runs]
+    each = [unit_seconds_by_cause(run.unit, where, cluster) for run in chain.runs]
     names = tuple(sorted({cause for five in each for one in five for cause in one}))
     tables = [[[one.get(name, 0.0) for name in names] for one in five] for five in each]
     found = np.array(tables).reshape(len(each), 5, len(names)).transpose(1, 0, 2)
     return names, tuple(found)
 
 
-def uneven(names: tuple[str, ...], slices: int) -> Array:
+def slice_shares(names: tuple[str, ...], slices: int) -> Array:
     """Seconds of each slice relative to their mean, by cause [slices, causes]."""
     later = 2 * np.arange(1, slices + 1) / (slices + 1)
     return np.array([later if name == "attention" else np.ones(slices) for name in names]).T
 
 
-def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+def stage_send_seconds(
+    chain: Chain, setting: Setting, cluster: Cluster
+) -> tuple[tuple[str, float], ...]:
     """Seconds of the largest send from a stage to the next, by cause."""
     if setting.pp < 2:
         return ()
-    size = max(run.unit.handed for run in chain.runs)
+    size = max(run.unit.output for run in chain.runs)
     return _sending(cluster, "pp", "send", size, setting.pp, setting.stride("pp"))
 
 
@@ -326,7 +340,7 @@ def _total(found: Causes, weights: Causes) -> float:
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def composition(
+def units_by_stage(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
     """Units of each run at each stage [stages, runs], and the recomputed ones among them.
@@ -353,18 +367,20 @@ def composition(
 # -- data axes -------------------------------------------------------------------------------------
 
 
-def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
+def parameters_by_place(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
     """Parameters of the rank of each place [places, 2]: replicated ones, and those of experts.
 
     A rank holds tied parameters once.
     """
     units = [run.unit for run in chain.runs]
-    each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
+    each = np.array(
+        [[unit.numel - unit.expert_numel, unit.expert_numel] for unit in units], dtype=float
+    )
     found = np.zeros((places, 2))
     np.add.at(found, rank, made @ each)
     for first, second in chain.tied:
         both = _has(made, rank, first) & _has(made, rank, second)
-        found[sorted(both), 0] -= min(units[first].numbers, units[second].numbers)
+        found[sorted(both), 0] -= min(units[first].numel, units[second].numel)
     return found
 
 
@@ -373,7 +389,7 @@ def _has(made: Array, rank: NDArray[np.int64], run: int) -> set[int]:
     return set(rank[made[:, run] > 0].tolist())
 
 
-def replicas_send(
+def replica_seconds(
     setting: Setting,
     held: Array,
     units: int,
@@ -392,14 +408,14 @@ def replicas_send(
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
-    apart = replicas_apart(setting, cluster)
+    apart = replica_stride(setting, cluster)
     places = (replicas, apart), (replicas // at.ep, apart * at.ep)
 
     def took(op: str, size: int, often: float = 1) -> dict[str, float]:
         found: dict[str, float] = {}
         for number, (ranks, far) in zip(held.tolist(), places):
             if number:
-                buckets = units if zero > 2 else math.ceil(number / BUCKET)
+                buckets = units if zero > 2 else math.ceil(number / BUCKET_NUMEL)
                 each = _sending(cluster, "dp", op, number * size / buckets, ranks, far)
                 for cause, one in each:
                     found[cause] = found.get(cause, 0.0) + often * buckets * one
@@ -420,14 +436,14 @@ def replicas_send(
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
     share = cluster.overlap
-    computing = {c: t for c, t in busiest.items() if c not in BESIDE}
+    computing = {c: t for c, t in busiest.items() if c not in ALL_SENDING_CAUSES}
     if _total(beside, weights) <= _total(computing, weights):
         found = both(after, {cause: (1 - share) * took for cause, took in beside.items()})
     else:
         hidden = {cause: -share * took for cause, took in computing.items()}
         found = both(after, beside) | hidden
     if copied := _copied(setting, held, recipe):
-        found["other"] = found.get("other", 0.0) + cluster.operator("other", 0.0, copied)
+        found["other"] = found.get("other", 0.0) + cluster.operator_seconds("other", 0.0, copied)
     return found
 
 
@@ -440,7 +456,7 @@ def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
     """
     if setting.zero < 3:
         return 0.0
-    size, gradient, split = recipe.parameter, recipe.gradient, split_of(setting)
+    size, gradient, split = recipe.parameter, recipe.gradient, zero_shards(setting)
     master = bool(recipe.master)
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
     laid = (not master) * (size + gradient)  # with masters they are cast for accumulation
@@ -448,7 +464,7 @@ def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
     return float(setting.passes * (held @ each))
 
 
-def shared_send(
+def tied_grad_seconds(
     chain: Chain,
     setting: Setting,
     cluster: Cluster,
@@ -460,31 +476,31 @@ def shared_send(
     for first, second in chain.tied:
         one, other = (_has(made, rank, run) for run in (first, second))
         if one and other and not one & other:
-            size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
+            size = min(chain.runs[at].unit.numel for at in (first, second)) * recipe.gradient
             far = setting.stride("pp") * abs(min(one) - min(other))
             yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
-BUCKET = 40e6  # elements that replicas reduce at a time, as in Megatron-LM
-BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
+BUCKET_NUMEL = 40e6  # elements that replicas reduce at a time, as in Megatron-LM
+ALL_SENDING_CAUSES = tuple(name for axis in SENDING_CAUSES for name in (axis, f"{axis} start"))
 
 
-def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
+def optimizer_seconds(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
     """Seconds of the optimizer: state is read and written, gradients read, parameters written.
 
     With state on the host its processor does the same at the pace of the link: gradients and
     masters come over it, and masters go back.
     """
-    share = float((held / split_of(setting)).sum() if setting.zero else held.sum())
-    if setting.placement.hosted:
+    share = float((held / zero_shards(setting)).sum() if setting.zero else held.sum())
+    if setting.placement.offloads_optimizer:
         value = recipe.master or recipe.parameter
         each = 2 * recipe.moments + 2 * recipe.gradient + 3 * value
-        return cluster.copying(share * each)
+        return cluster.copy_seconds(share * each)
     each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
-    return cluster.operator("other", 0.0, each * share)
+    return cluster.operator_seconds("other", 0.0, each * share)
 
 
-def split_of(setting: Setting) -> Array:
+def zero_shards(setting: Setting) -> Array:
     """Number of ranks over which ZeRO shards parameters, and that for experts' parameters."""
     return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
 
@@ -492,41 +508,45 @@ def split_of(setting: Setting) -> Array:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def peaks(
+def peak_bytes(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, again: Array
 ) -> tuple[float, ...]:
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
-    rank = homes(setting.order, setting.pp, setting.chunks)
+    rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     kept, less, most, enters, waiting = np.array(
-        [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
+        [[one.kept, one.input, one.peak, one.entering, one.waiting] for one in units]
     ).T
     back, coming = kept - less, np.zeros(len(units))
-    if setting.placement.parked:  # the next unit's activations are there too, or still leaving
+    if (
+        setting.placement.offloads_activations
+    ):  # the next unit's activations are there too, or still leaving
         parked, inputs = (less < kept) * kept, (less < kept) * less
         coming = 2 * parked
         kept, most = kept - parked, most + coming
         less = np.minimum(less, kept)
         back = back + 3 * inputs - 2 * parked  # recomputed units offload only their inputs
         waiting = waiting + parked  # activations reloaded for a first half stay for the second
-    number, spread = np.array([[unit.numbers, unit.spread] for unit in units]).T
+    number, spread = np.array([[unit.numel, unit.expert_numel] for unit in units]).T
     gathered = number - spread * (setting.dp <= setting.placement.ep)  # experts without replicas
     once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this unit and the next
-    found = states(chain, setting, recipe, made, rank)
+    found = state_bytes(chain, setting, recipe, made, rank)
     each = np.array([kept, less, once, enters, waiting, back, coming])
-    grown = gradients(chain, setting, recipe, made, rank)
-    return tuple((found + activations(setting, made, again, each, grown)).tolist())
+    grown = gradient_bytes(chain, setting, recipe, made, rank)
+    return tuple((found + activation_bytes(setting, made, again, each, grown)).tolist())
 
 
-def gradients(
+def gradient_bytes(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
 ) -> Array:
     """Bytes of gradients of the units of each run at each stage [stages, runs].
 
     A tied parameter that a rank has at two stages counts at the later one: its backward runs first.
     """
-    sizes = np.array([[r.unit.numbers - r.unit.spread, r.unit.spread] for r in chain.runs])
-    split = split_of(setting) if setting.zero > 1 else np.ones(2)
+    sizes = np.array(
+        [[r.unit.numel - r.unit.expert_numel, r.unit.expert_numel] for r in chain.runs]
+    )
+    split = zero_shards(setting) if setting.zero > 1 else np.ones(2)
     each = (sizes / split).sum(1) * float(recipe.gradient)
     found: Array = made * each
     for first, second in chain.tied:
@@ -535,7 +555,9 @@ def gradients(
     return found
 
 
-def activations(setting: Setting, made: Array, again: Array, each: Array, grown: Array) -> Array:
+def activation_bytes(
+    setting: Setting, made: Array, again: Array, each: Array, grown: Array
+) -> Array:
     """Bytes of in-flight microbatches and of the fullest moment of a unit, for each place; in
     addition to all gradients, `grown` [stages, runs], less those that do not exist yet at that
     moment.
@@ -547,7 +569,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     """
     kept, less, most, enters, waiting, back, coming = each
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
-    rank = homes(setting.order, setting.pp, setting.chunks)
+    rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     stages = np.arange(len(made))
     first = (made > 0).argmax(1)
     entering = np.where(stages > 0, enters[first], 0.0)
@@ -559,9 +581,9 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     often = again.sum(1)
     rests = (made @ waiting) * (often == 0)  # recomputation serves both halves at once
     mine = grown.sum(1)
-    halves = tuple(apart(setting, often).tolist())
+    halves = tuple(split_backward_stages(setting, often).tolist())
     slices = setting.placement.slices
-    flying, waits, there = in_flight(*sizes, whole, rests, slices, halves, mine)
+    flying, waits, there = count_in_flight(*sizes, whole, rests, slices, halves, mine)
     alone = (made @ (coming > 0) < 2) / 2  # no next unit
     most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
     moments = np.maximum(last, once) + most - whole[:, None]
@@ -571,19 +593,19 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, np.where(there > 0, moments.max(1), early + missing))
     found: Array = held + fullest
-    if setting.chunks > 1 or setting.order not in FLYING:
+    if setting.chunks > 1 or setting.order not in KNOWN_IN_FLIGHT:
         return found
     first_back = flying * whole + early, found - whole
     return np.where(flying >= setting.passes, np.maximum(*first_back), found)
 
 
-def states(
+def state_bytes(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
 ) -> Array:
     """Bytes of parameters, gradients and optimizer state of each place, as ZeRO shards them."""
-    held = numbers(chain, made, rank, setting.pp)
-    split, whole = (held / split_of(setting)).sum(1), held.sum(1)
-    sizes = (recipe.state(setting.placement.hosted), recipe.gradient, recipe.parameter)
+    held = parameters_by_place(chain, made, rank, setting.pp)
+    split, whole = (held / zero_shards(setting)).sum(1), held.sum(1)
+    sizes = (recipe.state(setting.placement.offloads_optimizer), recipe.gradient, recipe.parameter)
     found: Array = sum(
         (size * (split if setting.zero > at else whole) for at, size in enumerate(sizes)),
         np.zeros(setting.pp),

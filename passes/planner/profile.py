@@ -15,38 +15,43 @@ from typing import TYPE_CHECKING, Any, cast
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
-from schedlang.ir.model import ModelFacts, inside
+from schedlang.ir.model import ModelFacts, is_inside
+from schedlang.ir.module_attributes import module_kind
 from schedlang.ir.plan import Plan
-from schedlang.ir.told import kind_of
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.autoshard.propose import Asked, rows_by_role
-from schedlang.passes.complete.proposal import Row, Trial, call, planned
+from schedlang.passes.autoshard.propose import ProposalRequest, rows_by_role
+from schedlang.passes.complete.proposed_rows import (
+    ProposedRow,
+    RowTrial,
+    make_call,
+    plan_of_proposal,
+)
 from schedlang.passes.complete.sequence_rows import sequence_rows
-from schedlang.passes.planner.affine import of_rows, of_slices
+from schedlang.passes.planner.extrapolation import extrapolate_rows, extrapolate_slices
 from schedlang.passes.planner.values import (
     Chain,
+    CollectiveCost,
     Kind,
-    Operator,
+    OperatorCost,
     Placement,
     Recipe,
-    Run,
-    Sent,
     Unit,
+    UnitRun,
     Work,
 )
-from schedlang.passes.propagate.context import lies_on_meta, slicing_of
-from schedlang.passes.propagate.original import rejected
+from schedlang.passes.propagate.original_forward import batch_refusal
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest
-from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
-from schedlang.passes.simulate.played_step import Step, repeated
-from schedlang.passes.verify.probe import batch_norm
+from schedlang.passes.propagate.sequence_trials import is_on_meta, slicing_of
+from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest_layers
+from schedlang.passes.simulate.one_rank_step import SimulatedStep, repeat_sample
+from schedlang.passes.simulate.unit_profile import HEAD, MICRO, TAIL, UnitProfile, profile_units
+from schedlang.passes.verify.probe import find_batch_norm
 
 if TYPE_CHECKING:
-    from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.passes.propagate.original import Weight
-    from schedlang.runtime.storage.footprint import Message
-    from schedlang.runtime.storage.footprint import Work as Played
+    from schedlang.passes.propagate.original_forward import Weight
+    from schedlang.passes.propagate.sharded_run import Loss
+    from schedlang.runtime.storage.footprint import SegmentWork as Played
+    from schedlang.runtime.storage.footprint import TrafficMessage
 
 # -- a source of chains ----------------------------------------------------------------------------
 
@@ -55,7 +60,7 @@ AXES = ("ep", "cp", "tp")  # of a placement, slowest first
 # rows that are simulated, besides one row, which operators often treat specially; other rows are
 # extrapolated.  A unit's peak is a maximum of lines, for few rows the line of its weights: between
 # these rows the result is too large, beyond them exact
-FEW = (2, 16)
+SIMULATED_ROWS = (2, 16)
 
 
 @dataclass
@@ -71,7 +76,7 @@ class Profiles:
     loss: Loss | None = None
     weight: Weight | None = None
     dtype: str = "bf16"
-    _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
+    _rows: dict[Placement, dict[str, list[ProposedRow]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units (where stages may start), after the first simulation
 
@@ -83,7 +88,7 @@ class Profiles:
         found = self._known.get(placement)
         if found is None:
             try:
-                found = self._of_few(placement) or self.played(placement)
+                found = self._of_few(placement) or self.simulate(placement)
             except Refusal as refusal:
                 found = refusal
             self._known[placement] = found
@@ -97,24 +102,24 @@ class Profiles:
         until the same refusal; and where sequences cannot be sliced.
         """
         sliced = placement.slices > 1
-        if placement.rows in (1, *FEW) and not sliced:
+        if placement.rows in (1, *SIMULATED_ROWS) and not sliced:
             return None
-        if sliced and self.uncut is not None:
-            raise self.uncut
-        first, second = (self(replace(placement, rows=rows, slices=1)) for rows in FEW)
+        if sliced and self.slicing_refusal is not None:
+            raise self.slicing_refusal
+        first, second = (self(replace(placement, rows=rows, slices=1)) for rows in SIMULATED_ROWS)
         for one in (first, second):
             if isinstance(one, Refusal):
                 raise one
         assert isinstance(first, Chain) and isinstance(second, Chain)
         if not sliced:
-            return of_rows(first, second, placement.rows)
-        found = of_slices(first, second, placement.rows, placement.slices)
+            return extrapolate_rows(first, second, placement.rows)
+        found = extrapolate_slices(first, second, placement.rows, placement.slices)
         if found is None:
-            raise unslicable("its units run other operators in many rows than in few")
+            raise no_slice_price("its units run other operators in many rows than in few")
         return found
 
     @cached_property
-    def uncut(self) -> Refusal | None:
+    def slicing_refusal(self) -> Refusal | None:
         """The refusal of slices of sequences; None where the model runs on slices, by shapes
         alone."""
         plan, sample = Plan(self.facts), self.trial.sample
@@ -124,20 +129,20 @@ class Profiles:
         except Refusal as refusal:
             return refusal
         except Exception as error:  # raised by the model itself, on less than it is made for
-            return rejected(error)
+            return batch_refusal(error)
         return None
 
     @property
-    def tried(self) -> bool:
+    def has_values(self) -> bool:
         """Whether the model has values, so that running it on slices can be tested."""
-        return not lies_on_meta(self.facts.model)
+        return not is_on_meta(self.facts.model)
 
     @property
     def recipe(self) -> Recipe:
         """Bytes of numbers: 16 bits with masters in 32, or all as they are stored."""
-        return CAST if self.dtype else recipe_of(self.facts)
+        return CAST_RECIPE if self.dtype else recipe_of(self.facts)
 
-    def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
+    def rows(self, placement: Placement) -> Mapping[str, list[ProposedRow]]:
         """Return the rows that split tensors, by role; raises Refusal where nothing can be split.
 
         Rows that split sequences do not depend on rows that split tensors and experts: each set is
@@ -147,97 +152,101 @@ class Profiles:
         found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
         return found | self._split(Placement(cp=one.cp))
 
-    def _split(self, one: Placement) -> dict[str, list[Row]]:
+    def _split(self, one: Placement) -> dict[str, list[ProposedRow]]:
         if one not in self._rows:
             mesh = {axis: size for axis in AXES if (size := getattr(one, axis)) > 1}
-            found = rows_by_role(Asked(self.trial, self.trial.all, mesh, self.batch), [])
+            found = rows_by_role(
+                ProposalRequest(self.trial, self.trial.full_blocks, mesh, self.batch), []
+            )
             if one.sequence and one.tp > 1:
                 found["parts"] = sequence_rows(self.trial, found["parts"], "tp", one.tp)
             self._rows[one] = found
         return self._rows[one]
 
     @cached_property
-    def trial(self) -> Trial:
+    def trial(self) -> RowTrial:
         """The model on which rows are tried."""
         blocks = blocks_of(self.facts)
-        return Trial(self.facts, blocks, self.batch, self.loss, self.weight)
+        return RowTrial(self.facts, blocks, self.batch, self.loss, self.weight)
 
     @cached_property
     def relax(self) -> str:
         """The word of `relax` for a split batch; "batch_stats" where the model takes batch
         statistics."""
-        model = self.short.blocks.facts
+        model = self.reduced.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
-        return "batch_stats" if batch_norm(model.model, traced) is not None else ""
+        return "batch_stats" if find_batch_norm(model.model, traced) is not None else ""
 
     # -- one simulation ----------------------------------------------------------------------------
 
     @cached_property
-    def short(self) -> Short:
+    def reduced(self) -> ReducedModel:
         """The model with few layers, or the full model where it does not run with fewer."""
-        return shortened(self.trial.all) if self.trial.shortened else self.whole
+        return reduce_layers(self.trial.full_blocks) if self.trial.is_shortened else self.full
 
     @property
-    def whole(self) -> Short:
+    def full(self) -> ReducedModel:
         """The full model."""
-        return Short(self.trial.all, {})
+        return ReducedModel(self.trial.full_blocks, {})
 
-    def played(self, placement: Placement) -> Chain:
+    def simulate(self, placement: Placement) -> Chain:
         """Simulate a step of a placement now; raises Refusal where that is impossible."""
         try:
-            plan, seen = self._seen(placement, self.short, self.short.units)
+            plan, seen = self._seen(placement, self.reduced, self.reduced.units)
         except LookupError:
-            plan, seen = self._seen(placement, self.whole, ())
+            plan, seen = self._seen(placement, self.full, ())
         except Refusal:
             raise
         except Exception as error:  # a model may read values, which meta tensors do not have
-            raise rejected(error) from error
+            raise batch_refusal(error) from error
         return self._whole(placement, plan, seen)
 
     def _seen(
-        self, placement: Placement, short: Short, units: Sequence[str]
-    ) -> tuple[Plan, Sequence[Seen]]:
+        self, placement: Placement, short: ReducedModel, units: Sequence[str]
+    ) -> tuple[Plan, Sequence[UnitProfile]]:
         plan = self._plan(placement, short.blocks)
-        one = self.some_rows(placement.rows)
+        one = self.sample_rows(placement.rows)
         prepared = prepare(plan, one, self.loss, self.weight)
-        return plan, by_unit(Step(plan, prepared, one, self.loss, self.weight), units)
+        return plan, profile_units(
+            SimulatedStep(plan, prepared, one, self.loss, self.weight), units
+        )
 
     def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
         """The plan of a placement for a model with few layers, with one stage."""
         split = [row for rows in self.rows(placement).values() for row in rows]
-        first = [Row((), call("cast", self.dtype, params=True))] if self.dtype else []
-        last = [Row((), call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
-        last.append(Row((), call("pipeline", order="1F1B", micro=MICRO)))
+        first = [ProposedRow((), make_call("cast", self.dtype, params=True))] if self.dtype else []
+        last = [ProposedRow((), make_call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
+        last.append(ProposedRow((), make_call("pipeline", order="1F1B", micro=MICRO)))
         mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
         relaxed = ("dtype",) if self.dtype else ()
-        return planned([*first, *split, *last], blocks, mesh, "profile", *relaxed)
+        return plan_of_proposal([*first, *split, *last], blocks, mesh, "profile", *relaxed)
 
-    def some_rows(self, rows: int) -> Mapping[str, Any]:
+    def sample_rows(self, rows: int) -> Mapping[str, Any]:
         """Return a microbatch: the first row of the batch, repeated."""
-        from schedlang.runtime.batch import rows_of, split
+        from schedlang.runtime.batch import row_count, split_batch
 
-        first = split(self.batch, rows_of(self.batch), 1)[0][0].inputs
-        return repeated(first, rows)
+        first = split_batch(self.batch, row_count(self.batch), 1)[0][0].inputs
+        return repeat_sample(first, rows)
 
     # -- from few layers to all --------------------------------------------------------------------
 
-    def _whole(self, placement: Placement, plan: Plan, seen: Sequence[Seen]) -> Chain:
+    def _whole(self, placement: Placement, plan: Plan, seen: Sequence[UnitProfile]) -> Chain:
         held = _held(plan, seen)
         made = {
-            one.name: _unit(one, after, plan, held[one.name], self.trial.all)
+            one.name: _unit(one, after, plan, held[one.name], self.trial.full_blocks)
             for one, after in zip(seen, [*seen[1:], None])
         }
-        played = self.short.of_whole(tuple(made), self.trial.all)
+        played = self.reduced.match_units(tuple(made), self.trial.full_blocks)
         self.names = _starts(seen, tuple(played))
         units = [made[name] for name in played.values()]
-        runs = tuple(Run(unit, len(list(same))) for unit, same in groupby(units))
+        runs = tuple(UnitRun(unit, len(list(same))) for unit, same in groupby(units))
         return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
 
 
-CAST = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients have the masters' dtype
+CAST_RECIPE = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients have the masters' dtype
 
 
-def unslicable(why: str) -> Refusal:
+def no_slice_price(why: str) -> Refusal:
     """Return the refusal of a model whose slices have no price."""
     help_ = 'use an order without slices: `pipeline(order="1F1B", micro=...)`'
     return Refusal.of("S655", "slices of this model have no price", notes=(why,), helps=(help_,))
@@ -245,24 +254,28 @@ def unslicable(why: str) -> Refusal:
 
 def recipe_of(facts: ModelFacts) -> Recipe:
     """Return the bytes of numbers that are all as they are stored."""
-    wide = max((fact.itemsize for fact in facts.unique.values()), default=4)
+    wide = max((fact.itemsize for fact in facts.unique_parameters.values()), default=4)
     return Recipe(wide, wide, 2 * wide, 0)
 
 
-def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], blocks: Blocks) -> Unit:
-    name = {HEAD: "first", TAIL: "last"}.get(one.name) or blocks.common(one.name)
+def _unit(
+    one: UnitProfile, after: UnitProfile | None, plan: Plan, held: tuple[int, int], blocks: Blocks
+) -> Unit:
+    name = {HEAD: "first", TAIL: "last"}.get(one.name) or blocks.common_name(one.name)
     numbers, spread = held
     return Unit(
         name,
         numbers,
         _work(one.forward, plan.mesh),
         _work(one.backward, plan.mesh),
-        float(one.kept),
-        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to recompute
-        float(one.most),
-        float(after.carried if after is not None else 0),
+        float(one.saved),
+        float(
+            one.new_inputs if one.name not in (HEAD, TAIL) else one.saved
+        ),  # no module to recompute
+        float(one.peak),
+        float(after.inputs if after is not None else 0),
         spread,
-        float(one.loose),
+        float(one.freed_inputs),
         float(one.outputs),
     )
 
@@ -270,26 +283,26 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
 def _work(played: Played, mesh: Mesh) -> Work:
     """Convert recorded work to the planner's values, without messages that this rank receives."""
     operators = tuple(
-        Operator(cast(Kind, kind), flops, float(moved), float(often))
+        OperatorCost(cast(Kind, kind), flops, float(moved), float(often))
         for (kind, flops, moved), often in played.operators.items()
     )
-    sent: dict[Sent, float] = {}
+    sent: dict[CollectiveCost, float] = {}
     for message, often in played.messages.items():
         axis = _axis_of(message, mesh)
         if axis is not None and message.op != "recv":
-            one = Sent(message.op, axis, float(message.bytes))
+            one = CollectiveCost(message.op, axis, float(message.bytes))
             sent[one] = sent.get(one, 0.0) + often
     return Work(operators, tuple(replace(one, count=often) for one, often in sent.items()))
 
 
-def _axis_of(message: Message, mesh: Mesh) -> str | None:
+def _axis_of(message: TrafficMessage, mesh: Mesh) -> str | None:
     """The mesh axis along which the ranks of a message differ; of several the slowest."""
     first, *others = map(mesh.coordinates, message.ends or message.ranks)
     axes = {axis for other in others for axis in other if other[axis] != first[axis]}
     return next((axis for axis in mesh.sizes if axis in axes), None)
 
 
-def _starts(seen: Sequence[Seen], names: Sequence[str]) -> tuple[str, ...]:
+def _starts(seen: Sequence[UnitProfile], names: Sequence[str]) -> tuple[str, ...]:
     """The module at which each unit starts; "" for the first, and where no module starts."""
     last = next(iter(seen[-1].modules), "") if len(seen) > 1 else ""
     return tuple(last if name == TAIL else name for name in names)
@@ -298,7 +311,7 @@ def _starts(seen: Sequence[Seen], names: Sequence[str]) -> tuple[str, ...]:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def _names(plan: Plan, seen: Sequence[Seen]) -> dict[str, set[str]]:
+def _names(plan: Plan, seen: Sequence[UnitProfile]) -> dict[str, set[str]]:
     """The parameters of each unit, by their first names; uncalled modules belong to the first
     unit."""
     owner = {name: one.name for one in seen for name in one.modules}
@@ -306,26 +319,28 @@ def _names(plan: Plan, seen: Sequence[Seen]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {one.name: set() for one in seen}
     for name, fact in plan.model.parameters.items():
         module = name.rpartition(".")[0]
-        unit = next((unit for unit in units if inside(module, unit)), owner.get(module, HEAD))
+        unit = next((unit for unit in units if is_inside(module, unit)), owner.get(module, HEAD))
         found[unit].add(fact.name)
     return found
 
 
-def _held(plan: Plan, seen: Sequence[Seen]) -> dict[str, tuple[int, int]]:
+def _held(plan: Plan, seen: Sequence[UnitProfile]) -> dict[str, tuple[int, int]]:
     """Count the parameters that a rank holds of each unit, and those among them that `ep`
     splits."""
     found = {}
     for unit, names in _names(plan, seen).items():
-        sizes = {name: math.prod(plan.held(name).local_shape(plan.mesh)) for name in names}
-        spread = [n for n in names if any(s.axis == "ep" for s in plan.held(n).splits)]
+        sizes = {
+            name: math.prod(plan.effective_layout(name).local_shape(plan.mesh)) for name in names
+        }
+        spread = [n for n in names if any(s.axis == "ep" for s in plan.effective_layout(n).splits)]
         found[unit] = sum(sizes.values()), sum(sizes[name] for name in spread)
     return found
 
 
 def _tied(
     plan: Plan,
-    seen: Sequence[Seen],
-    runs: Sequence[Run],
+    seen: Sequence[UnitProfile],
+    runs: Sequence[UnitRun],
     units: Sequence[Unit],
     played: Sequence[str],
 ) -> tuple[tuple[int, int], ...]:
@@ -347,15 +362,15 @@ def _tied(
 # -- fewer layers ----------------------------------------------------------------------------------
 
 
-LEAST = 3  # minimal layers of a list: one of them has equal neighbours on both sides
+MIN_LAYERS = 3  # minimal layers of a list: one of them has equal neighbours on both sides
 
 
 @dataclass(frozen=True)
-class Short:
+class ReducedModel:
     """A model with fewer blocks: for each shortened list, the indices of blocks that remain."""
 
     blocks: Blocks
-    kept: Mapping[str, Sequence[int]]
+    indices: Mapping[str, Sequence[int]]
     _places: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -368,17 +383,17 @@ class Short:
             for child in self.blocks.facts.children(fqn)
         )
 
-    def of_whole(self, played: Sequence[str], whole: Blocks) -> dict[str, str]:
+    def match_units(self, played: Sequence[str], whole: Blocks) -> dict[str, str]:
         """Map every unit of the full model, in call order, to the simulated unit that stands for
         it."""
         found: dict[str, str] = {}
         for trunk, mine in groupby(played, lambda name: name.rpartition(".")[0]):
             names = list(mine)
-            if trunk not in self.kept:
+            if trunk not in self.indices:
                 found |= dict(zip(names, names))
                 continue
             if trunk not in self._places:
-                self._places[trunk] = _representatives(whole, trunk, self.kept[trunk])
+                self._places[trunk] = _representatives(whole, trunk, self.indices[trunk])
             for child, place in zip(whole.facts.children(trunk), self._places[trunk]):
                 found[f"{trunk}.{child}"] = names[place]
         return found
@@ -388,7 +403,7 @@ def _representatives(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int
     """Pick for each block of a list the index of an equal block among those kept, if possible one
     with equal neighbours."""
     facts = whole.facts
-    kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
+    kinds = [module_kind(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]
     beside = list(zip(ends, kinds, ends[2:]))
     near: dict[object, int] = {}
@@ -398,21 +413,23 @@ def _representatives(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int
     return [near.get(beside[k], near[kind]) for k, kind in enumerate(kinds)]
 
 
-def shortened(whole: Blocks) -> Short:
+def reduce_layers(whole: Blocks) -> ReducedModel:
     """Build the model with the fewest blocks that show all kinds and neighbours, at least LEAST of
     each list."""
-    from schedlang.runtime.tracing.meta import meta_model
+    from schedlang.runtime.tracing.meta_runs import meta_model
 
     kept: dict[str, Sequence[int]] = {}
     for trunk in whole.lists:
         children = whole.facts.children(trunk) if "*" not in trunk.split(".") else ()
-        places = fewest([kind_of(whole.facts, f"{trunk}.{child}") for child in children])
+        places = fewest_layers([module_kind(whole.facts, f"{trunk}.{child}") for child in children])
         more = (place for place in range(len(children)) if place not in places)
-        places = sorted([*places, *(place for place, _ in zip(more, range(LEAST - len(places))))])
+        places = sorted(
+            [*places, *(place for place, _ in zip(more, range(MIN_LAYERS - len(places))))]
+        )
         if len(places) < len(children):
             kept[trunk] = places
     names = {
         trunk: [whole.facts.children(trunk)[place] for place in places]
         for trunk, places in kept.items()
     }
-    return Short(whole.of(ModelFacts(meta_model(whole.facts.model, {}, names))), kept)
+    return ReducedModel(whole.in_model(ModelFacts(meta_model(whole.facts.model, {}, names))), kept)

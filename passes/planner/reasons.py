@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from schedlang.diagnostics.tables import size
-from schedlang.ir.limits import Value, written
-from schedlang.passes.planner.fill import Filled
-from schedlang.passes.planner.limits import told
-from schedlang.passes.planner.values import Placement, Priced, Setting
+from schedlang.diagnostics.tables import format_bytes
+from schedlang.ir.limits import Value, format_value
+from schedlang.passes.planner.evaluation import EvaluatedSetting
+from schedlang.passes.planner.limits import setting_values
+from schedlang.passes.planner.values import Placement, Price, Setting
 
 # names in which a rejected setting differs from the best
 KINDS = (
     *("tp", "pp", "cp", "ep", "order", "chunks", "slices", "zero", "rows", "sequence", "offload"),
     "axes",
 )
-DOES = {  # parts of a step, as verbs of a rank
+ACTIVITIES = {  # parts of a step, as verbs of a rank
     "computing": "computes",
     "idle": "waits in the pipeline",
     "gradients": "sums gradients",
@@ -26,7 +26,7 @@ DOES = {  # parts of a step, as verbs of a rank
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedSetting:
     """A setting compared with the best one.
 
     kind    the value in which the setting differs: `tp = 4`
@@ -35,26 +35,28 @@ class Rejected:
     """
 
     kind: str
-    filled: Filled | None
+    filled: EvaluatedSetting | None
     reason: str
 
 
 @dataclass(frozen=True)
-class Seen:
+class BestByKind:
     """The quickest setting of each value of each name: of settings that fit, and of those too
     large."""
 
-    fit: dict[tuple[str, Value], Filled] = field(default_factory=dict)
-    large: dict[tuple[str, Value], Filled] = field(default_factory=dict)
+    fit: dict[tuple[str, Value], EvaluatedSetting] = field(default_factory=dict)
+    large: dict[tuple[str, Value], EvaluatedSetting] = field(default_factory=dict)
 
-    def note(self, one: Filled) -> None:
+    def note(self, one: EvaluatedSetting) -> None:
         """Record a setting where it is the quickest of one of its kinds."""
         known = self.large if one.priced is None else self.fit
-        for kind in told(one.setting).items():
+        for kind in setting_values(one.setting).items():
             if kind not in known or one.least < known[kind].least:
                 known[kind] = one
 
-    def rejected(self, best: Filled | None, memory: float) -> tuple[Rejected, ...]:
+    def list_rejected(
+        self, best: EvaluatedSetting | None, memory: float
+    ) -> tuple[RejectedSetting, ...]:
         """List the best of each other kind with the reason, the quickest first.
 
         The quickest setting that does not fit comes before them where it would be quicker than the
@@ -63,7 +65,7 @@ class Seen:
         if best is None:
             nearest = sorted(self.large.items(), key=lambda item: item[1].needs)
             return tuple(_distinct(best, nearest, memory))
-        mine = told(best.setting)
+        mine = setting_values(best.setting)
         large, fit = (
             sorted(
                 ((kind, one) for kind, one in known.items() if mine[kind[0]] != kind[1]),
@@ -77,41 +79,49 @@ class Seen:
 
 
 def _distinct(
-    best: Filled | None, some: Iterable[tuple[tuple[str, Value], Filled]], memory: float
-) -> Iterable[Rejected]:
+    best: EvaluatedSetting | None,
+    some: Iterable[tuple[tuple[str, Value], EvaluatedSetting]],
+    memory: float,
+) -> Iterable[RejectedSetting]:
     """Yield no name and no setting twice, and no name whose value follows from other names."""
     names, settings = {"dp", "micro"}, set[Setting]()
     for (name, value), one in some:
         if name not in names and one.setting not in settings:
             names.add(name)
             settings.add(one.setting)
-            yield against(best, one, memory, f"{name} = {written(value)}")
+            yield compare_with_best(best, one, memory, f"{name} = {format_value(value)}")
 
 
-def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -> Rejected:
+def compare_with_best(
+    best: EvaluatedSetting | None, one: EvaluatedSetting | None, memory: float, kind: str
+) -> RejectedSetting:
     """Compare one setting with the best: why it is not the best."""
     if one is None:
-        return Rejected(kind, None, "there is no such setting")
+        return RejectedSetting(kind, None, "there is no such setting")
     if one.priced is None:
         room = memory if one.room is None else one.room
         least = "needs" if one.setting.cuts else "needs at least"  # a bound, without stages
-        return Rejected(kind, one, f"{least} {size(round(one.needs))} of {size(round(room))}")
+        return RejectedSetting(
+            kind, one, f"{least} {format_bytes(round(one.needs))} of {format_bytes(round(room))}"
+        )
     if best is None or best.priced is None:
-        return Rejected(kind, one, "")
-    return Rejected(kind, one, slower(best.priced, one.priced))
+        return RejectedSetting(kind, one, "")
+    return RejectedSetting(kind, one, describe_slowdown(best.priced, one.priced))
 
 
-def nearest(one: Filled, memory: float) -> Rejected:
+def describe_smallest(one: EvaluatedSetting, memory: float) -> RejectedSetting:
     """Describe the candidate that needs the fewest bytes, where none fits and none was evaluated:
     the values in which it differs from one rank."""
-    plain = told(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
-    other = {name: value for name, value in told(one.setting).items() if value != plain[name]}
-    way = ", ".join(f"{name} = {written(value)}" for name, value in other.items())
-    found = against(None, one, memory, "what needs least")
+    plain = setting_values(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
+    other = {
+        name: value for name, value in setting_values(one.setting).items() if value != plain[name]
+    }
+    way = ", ".join(f"{name} = {format_value(value)}" for name, value in other.items())
+    found = compare_with_best(None, one, memory, "what needs least")
     return replace(found, reason=f"{found.reason}: {way or 'one rank'}")
 
 
-def slower(best: Priced, one: Priced) -> str:
+def describe_slowdown(best: Price, one: Price) -> str:
     """Describe a slowdown: `12 % slower: tp sends 0.8 s more`."""
     share = one.seconds / best.seconds - 1
     if abs(share) < 5e-4:
@@ -126,5 +136,5 @@ def slower(best: Priced, one: Priced) -> str:
     cause = max(more, key=more.__getitem__, default="")
     if more.get(cause, 0.0) <= 0:
         return said
-    does = DOES.get(cause, f"{cause} sends")
+    does = ACTIVITIES.get(cause, f"{cause} sends")
     return f"{said}: {does} {more[cause]:.3g} s {'more' if share > 0 else 'less'}"

@@ -11,7 +11,7 @@ Kind = Literal["product", "attention", "other"]
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorCost:
     """Operators of equal cost.
 
     kind   "product" (matrix product or convolution), fused "attention", or "other"
@@ -29,7 +29,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveCost:
     """Collectives, or messages, of equal cost.
 
     op     all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
@@ -48,8 +48,8 @@ class Sent:
 class Work:
     """Operators that one rank runs, and messages that it sends, in a stretch of a step."""
 
-    operators: tuple[Operator, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    operators: tuple[OperatorCost, ...] = ()
+    collectives: tuple[CollectiveCost, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Placement:
     slices: int = 1
 
     @property
-    def parked(self) -> bool:
+    def offloads_activations(self) -> bool:
         """Whether activations are offloaded to the host, of units that are modules."""
         return self.offload in ("activations", "both")
 
     @property
-    def hosted(self) -> bool:
+    def offloads_optimizer(self) -> bool:
         """Whether the optimizer's state is on the host, where its step runs."""
         return self.offload in ("optimizer", "both")
 
@@ -85,31 +85,31 @@ class Placement:
 class Unit:
     """One unit of a stage (a layer, an embedding, a head with its loss), on one rank.
 
-    All figures are for one microbatch of `Placement.rows` rows, or one of its slices.  `numbers`
-    are parameters that the rank holds with this placement, before ZeRO shards them; `spread` are
-    those among them that `ep` has split, which are therefore reduced over fewer replicas.  Bytes:
-    `kept` is saved by a forward for its backward; `input` is saved instead where the unit is
-    recomputed; `most` is held besides saved bytes at the fullest moment of forward or backward;
-    `handed` goes to the next unit; `entering` is saved besides by the first unit of a stage, which
+    All figures are for one microbatch of `Placement.rows` rows, or one of its slices.  `numel`
+    are parameters that the rank holds with this placement, before ZeRO shards them; `expert_numel`
+    are those among them that `ep` has split, which are therefore reduced over fewer replicas.
+    Bytes: `kept` is saved by a forward for its backward; `input` is saved instead where the unit is
+    recomputed; `peak` is held besides saved bytes at the fullest moment of forward or backward;
+    `output` goes to the next unit; `entering` is saved besides by the first unit of a stage, which
     holds the input that it received; `waiting` is saved besides between two halves of a backward:
     gradients of outputs of layers.
     """
 
     name: str
-    numbers: int
+    numel: int
     forward: Work
     backward: Work
     kept: float
     input: float
-    most: float
-    handed: float
-    spread: int = 0
+    peak: float
+    output: float
+    expert_numel: int = 0
     entering: float = 0.0
     waiting: float = 0.0
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitRun:
     """`count` equal units in a row."""
 
     unit: Unit
@@ -124,7 +124,7 @@ class Chain:
     """
 
     placement: Placement
-    runs: tuple[Run, ...]
+    runs: tuple[UnitRun, ...]
     tied: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -196,7 +196,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Priced:
+class Price:
     """Seconds of a step of a setting, and bytes of its ranks.
 
     seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending along

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import (
+from schedlang.passes.propagate.original_forward import Original, Recording, record_original
+from schedlang.passes.propagate.saved_splits import SavedSplits
+from schedlang.passes.propagate.sharded_run import (
     Choice,
     Loss,
-    Run,
+    ShardedRun,
     hoist_gather,
     leaves_of,
     same_module_of_layers,
     shards_module,
 )
-from schedlang.passes.propagate.original import Original, Recording, record
-from schedlang.passes.propagate.saved_parts import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
-    from schedlang.runtime.propagation.narrowed import Narrowed
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
+    from schedlang.runtime.propagation.argument_shards import ArgumentShard
     from schedlang.runtime.propagation.trace import Mismatch, Note, Tag
-    from schedlang.runtime.sharding.shard import Edge
-    from schedlang.runtime.sharding.sizes import Counted
+    from schedlang.runtime.sharding.edges import Edge
+    from schedlang.runtime.sharding.module_sizes import SizeArgument
 
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
@@ -45,12 +45,12 @@ def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> A
 
     The tensor is the loss, else the sum of the model's outputs.
     """
-    from schedlang.runtime.batch import forward
+    from schedlang.runtime.batch import run_forward
 
-    return root_of(*forward(model, inputs, loss))
+    return backward_root_of(*run_forward(model, inputs, loss))
 
 
-def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
+def backward_root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     """Return the tensor from which backward starts, or None if no tensor requires a gradient.
 
     The tensor is `loss`, else the model's own loss in `output`, else the sum of the outputs.
@@ -58,7 +58,7 @@ def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     import torch
 
     from schedlang.runtime.batch import loss_of
-    from schedlang.runtime.tracing.meta import tensors_in
+    from schedlang.runtime.tracing.meta_runs import tensors_in
 
     root = loss if loss is not None else loss_of(output, {}, None)
     if root is None:
@@ -93,21 +93,21 @@ class Traced(Original):
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
-    numbers: tuple[tuple[str, str, int], ...] = ()
-    counted: Mapping[str, tuple[Counted, ...]] = field(default_factory=dict)
-    parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
+    local_numbers: tuple[tuple[str, str, int], ...] = ()
+    counted_sizes: Mapping[str, tuple[SizeArgument, ...]] = field(default_factory=dict)
+    narrowed_arguments: Mapping[str, tuple[ArgumentShard, ...]] = field(default_factory=dict)
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
+    mask_layouts: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
         default_factory=dict
     )
     layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
         default_factory=dict
     )
     uncalled: tuple[str, ...] = ()
-    saved: Parts | None = None
-    statistics: Statistics | None = None
-    sharing: frozenset[str] = frozenset()
-    written: bool = False
+    saved_splits: SavedSplits | None = None
+    statistics: BatchStatistics | None = None
+    sharing_modules: frozenset[str] = frozenset()
+    is_shared_input_written: bool = False
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
@@ -118,7 +118,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     from schedlang.runtime.propagation.trace import Hoist
 
     leaves = leaves_of(plan)
-    recording = record(plan, batch, loss, leaves)
+    recording = record_original(plan, batch, loss, leaves)
     if not leaves:
         return Traced(**vars(recording.original))
     # divisions that worked before are tried first: the comparison proves them again
@@ -144,7 +144,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in idle for number in divided):
             continue  # one of the two numbers changes nothing here
-        run = Run(plan, batch, loss, leaves, recording, divided)
+        run = ShardedRun(plan, batch, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
         except Hoist as place:
@@ -185,20 +185,20 @@ def _report_key(failure: Mismatch) -> tuple[int, bool]:
 # -- the result --------------------------------------------------------------------------------
 
 
-def _traced(recording: Recording, run: Run) -> Traced:
+def _traced(recording: Recording, run: ShardedRun) -> Traced:
     return Traced(
         **vars(recording.original),
         edges=run.edges,
         kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
-        numbers=tuple(run.numbers),
-        counted=run.counted,
-        parts=run.parts,
+        local_numbers=tuple(run.numbers),
+        counted_sizes=run.counted_sizes,
+        narrowed_arguments=run.parts,
         partial={name: frozenset(axes) for name, axes in run.follower.partial.items()},
-        masks=run.follower.masks,
+        mask_layouts=run.follower.masks,
         layouts=run.layouts,
         uncalled=tuple(fqn for fqn in run.leaves if fqn not in run.edges),
-        sharing=frozenset(run.follower.arrivals.sharing),
-        written=run.follower.arrivals.written,
+        sharing_modules=frozenset(run.follower.arrivals.sharing),
+        is_shared_input_written=run.follower.arrivals.written,
     )
 
 
@@ -242,7 +242,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         facts=(
             *(fact for site, dims in made[:1] for fact in _missing_row_facts(site, dims)),
             *((("line", line),) if line else ()),
-            *(asked if heads else failure.asked),
+            *(asked if heads else failure.row_arguments),
         ),
     )
 
@@ -263,7 +263,11 @@ def _missing_splits(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mappin
     for name in sorted(names, reverse=True) if failure.axis is not None else ():
         fact, site = plan.model.parameters[name], plan.model.owner(name)
         dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
-        if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
+        if (
+            len(dims) == 1
+            and not site.dims
+            and failure.axis not in plan.effective_layout(name).axes
+        ):
             found.setdefault(str(site), {})[name.rpartition(".")[2]] = dims[0]
     yield from found.items()  # a norm's weight and its bias are sharded together
 
@@ -283,7 +287,9 @@ def _missing_rows(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str
     if not combines or axis is None or by not in action.sites or not by.startswith(holder):
         return
     found: list[str] = []
-    cuts = {name: plan.held(fact.name).splits for name, fact in sites[by].parameters.items()}
+    cuts = {
+        name: plan.effective_layout(fact.name).splits for name, fact in sites[by].parameters.items()
+    }
     split = {(name, one.dim) for name, some in cuts.items() for one in some if one.axis == axis}
     sizes = {(name, dim, sites[by].parameters[name].shape[dim]) for name, dim in split}
     for site in sites.values():
@@ -293,7 +299,7 @@ def _missing_rows(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str
             continue
         known = ((own[name].shape[dim : dim + 1], size) for name, dim, size in sizes if name in own)
         fits = all(shape == (size,) for shape, size in known)  # a norm's weight has one dim
-        if fits and not any(axis in plan.held(fact.name).axes for fact in own.values()):
+        if fits and not any(axis in plan.effective_layout(fact.name).axes for fact in own.values()):
             stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
             alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]
             where = _selector_of([one for one in alike if one in sites], sites)
@@ -317,10 +323,10 @@ def _boundary_helps(plan: Plan, action: Action | None, fqn: str) -> tuple[str, .
         return ()
     (over,) = action.primitive.along
     around = [b for site in action.sites for b in plan.boundaries.get(site, ()) if b.axis == over]
-    if not around or over in (one.axis for one in plan.completing):
+    if not around or over in (one.axis for one in plan.completions):
         return ()
     own = [boundary for boundary in around if boundary.row == action.row]
-    within = any(fqn != site and inside(fqn, site) for site in action.sites)
+    within = any(fqn != site and is_inside(fqn, site) for site in action.sites)
     split = next((b.input for b in own if isinstance(b.input, S)), None)
     if within and split is not None:  # a module inside gets a shard
         return (f"drop `input=` of this row: what is inside needs more than a part of {split}",)

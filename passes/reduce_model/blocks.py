@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
+from schedlang.ir.module_attributes import (
+    differing_attributes,
+    module_kind,
+    modules_below,
+    plain_attributes,
+)
 from schedlang.ir.plan import Plan
-from schedlang.ir.told import apart, below, kind_of, plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,11 +26,11 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts, Site
 
 
-LISTS = ("ModuleList", "Sequential", "ModuleDict")
+BLOCK_LISTS = ("ModuleList", "Sequential", "ModuleDict")
 Kind = object  # equal for equal layers that have the same rows of the schedule
 
 
-def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
+def layer_kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
     """Return the kind of each child of a list: its modules and the rows that act on them.
 
     `telling` are the attributes in which layers of the full model differ.
@@ -42,15 +47,15 @@ def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
                 _distinguishing_attributes(facts.module(f), f[len(root) :], telling),
                 tuple(p.requires_grad for p in facts.sites[f].parameters.values()),
             )
-            for f in below(facts, root)
+            for f in modules_below(facts, root)
         )
         rows = frozenset(
             (_place(action.span), action.name, site[len(root) :])
             for action in plan.actions
             for site in action.sites
-            if inside(site, root)
+            if is_inside(site, root)
         )
-        starts = tuple(k for k, fqn in enumerate(cuts) if inside(fqn, root))
+        starts = tuple(k for k, fqn in enumerate(cuts) if is_inside(fqn, root))
         out.append((modules, rows, starts))
     return out
 
@@ -65,7 +70,7 @@ def _distinguishing_attributes(
     """
     return frozenset(
         (name, value)
-        for name, value in plain(vars(module))
+        for name, value in plain_attributes(vars(module))
         if (path, name) in telling
         or value[0] in (bool, type(None))
         or (value[0] is str and not any(map(str.isdigit, value[1])))
@@ -77,18 +82,20 @@ def _place(span: object) -> object:
     return (getattr(getattr(span, "source", None), "name", ""), line, col)
 
 
-def neighbours(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
+def adjacent_kinds(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
     """Return the pairs of adjacent kinds, with both ends of the sequence."""
     ends: list[Kind] = ["first", *sequence, "last"]
     return set(zip(ends, ends[1:]))
 
 
-def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
+def shows_all_kinds(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
     """Return whether a shorter model has the same kinds of layers, adjacent pairs, and stages."""
     for trunk in lists:
-        telling = apart(old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)])
-        before, after = kinds(old, trunk, telling), kinds(new, trunk, telling)
-        if neighbours(before) != neighbours(after):
+        telling = differing_attributes(
+            old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)]
+        )
+        before, after = layer_kinds(old, trunk, telling), layer_kinds(new, trunk, telling)
+        if adjacent_kinds(before) != adjacent_kinds(after):
             return False
         stages_old, stages_new = _count_stages(old, trunk), _count_stages(new, trunk)
         if stages_old == 1:
@@ -120,11 +127,11 @@ def _kinds_by_share(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
     return shares
 
 
-def counterpart(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
+def full_model_name(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
     """Return the name in the full model of a parameter of the shorter model.
 
-    `shorter` maps each list to its numbers of layers in the shorter and in the full model. The
-    shorter model has the layers from both ends of the list.
+    `shorten_model` maps each list to its numbers of layers in the shorter and in the full model.
+    The shorter model has the layers from both ends of the list.
     """
     for trunk, (now, before) in shorter.items():
         if name.startswith(f"{trunk}."):
@@ -138,7 +145,7 @@ def counterpart(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
 PROJECTIONS = ("Linear", "Conv1D")
 TABLES = ("Embedding", "EmbeddingBag")
 LEAVES = (*PROJECTIONS, *TABLES)
-LEAST = 2  # projections in a block
+MIN_PROJECTIONS = 2  # projections in a block
 
 
 def leaf_kind(site: Site) -> str:
@@ -152,7 +159,7 @@ def leaf_kind(site: Site) -> str:
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
-def splits(facts: ModelFacts, fqn: str) -> bool:
+def can_split_module(facts: ModelFacts, fqn: str) -> bool:
     """Return whether a module can be sharded in a pair: a leaf, or an ungrouped convolution."""
     site = facts.sites[fqn]
     convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
@@ -170,40 +177,40 @@ class Blocks:
     facts: ModelFacts
     lists: frozenset[str]
 
-    def common(self, fqn: str) -> str:
+    def common_name(self, fqn: str) -> str:
         """Return the name of a module that is common to all blocks: `model.layers.*.mlp.up`."""
         out: list[str] = []
         for part in fqn.split("."):
             out.append("*" if ".".join(out) in self.lists and out else part)
         return ".".join(out)
 
-    def inside(self, fqn: str) -> bool:
+    def is_inside(self, fqn: str) -> bool:
         """Return whether a module is a block or inside a block."""
-        return "*" in self.common(fqn).split(".")  # also for names that are common already
+        return "*" in self.common_name(fqn).split(".")  # also for names that are common already
 
     def is_block(self, fqn: str) -> bool:
         """Return whether a module is a block itself."""
-        return bool(fqn) and self.common(fqn).endswith(".*")
+        return bool(fqn) and self.common_name(fqn).endswith(".*")
 
-    def around(self, fqn: str) -> str:
+    def enclosing_block(self, fqn: str) -> str:
         """Return the innermost block around a module; "" outside blocks."""
-        common = self.common(fqn)
+        common = self.common_name(fqn)
         depth = common.rpartition("*")[0].count(".")
         return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
 
     @cached_property
-    def named(self) -> Mapping[str, tuple[str, ...]]:
+    def modules_by_name(self) -> Mapping[str, tuple[str, ...]]:
         """Return the modules of each common name, in the order of the model."""
         found: dict[str, list[str]] = {}
         for fqn in self.facts.sites:
-            found.setdefault(self.common(fqn), []).append(fqn)
+            found.setdefault(self.common_name(fqn), []).append(fqn)
         return {name: tuple(group) for name, group in found.items()}
 
-    def sites(self, name: str) -> tuple[str, ...]:
+    def modules_of(self, name: str) -> tuple[str, ...]:
         """Return the modules of a common name, or the single module of a full name."""
-        return self.named.get(name) or ((name,) if name in self.facts.sites else ())
+        return self.modules_by_name.get(name) or ((name,) if name in self.facts.sites else ())
 
-    def of(self, facts: ModelFacts) -> Blocks:
+    def in_model(self, facts: ModelFacts) -> Blocks:
         """Return the same lists for a model with fewer blocks."""
         return Blocks(facts, self.lists)
 
@@ -221,46 +228,46 @@ def blocks_of(facts: ModelFacts) -> Blocks:
             below.update(".".join(parts[:k]) for k in range(1, len(parts)))
     made = Blocks(facts, frozenset())
     for fqn, site in facts.sites.items():
-        if fqn and any(site.is_a(kind) for kind in LISTS) and _repeats(facts, site, below):
-            made = Blocks(facts, made.lists | {made.common(fqn)})
+        if fqn and any(site.is_a(kind) for kind in BLOCK_LISTS) and _repeats(facts, site, below):
+            made = Blocks(facts, made.lists | {made.common_name(fqn)})
     return made
 
 
 def _repeats(facts: ModelFacts, site: Site, below: Counter[str]) -> bool:
     blocks = [f"{site.fqn}.{child}" for child in site.children]
-    enough = [fqn for fqn in blocks if below[fqn] >= LEAST]
+    enough = [fqn for fqn in blocks if below[fqn] >= MIN_PROJECTIONS]
     classes = Counter(facts.sites[fqn].class_name for fqn in enough)
     return len(blocks) == len(enough) and (len(blocks) == 1 or max(classes.values(), default=0) > 1)
 
 
-def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
+def shorten_model(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
     """Return the model on the meta device with the fewest blocks that have all kinds and pairs."""
-    from schedlang.runtime.tracing.meta import meta_model
+    from schedlang.runtime.tracing.meta_runs import meta_model
 
     kept = {}
     for common in blocks.lists:
-        for fqn in blocks.named.get(common, ()):
+        for fqn in blocks.modules_by_name.get(common, ()):
             children = blocks.facts.children(fqn)
-            kinds = [kind_of(blocks.facts, f"{fqn}.{child}") for child in children]
-            places = fewest(kinds, stages)
+            kinds = [module_kind(blocks.facts, f"{fqn}.{child}") for child in children]
+            places = fewest_layers(kinds, stages)
             if len(places) < len(children):
                 kept[fqn] = [children[place] for place in places]
     return meta_model(model, {}, kept)
 
 
-def fewest(kinds: Sequence[object], stages: int = 1) -> list[int]:
+def fewest_layers(kinds: Sequence[object], stages: int = 1) -> list[int]:
     """Return indices from both ends of a list that have all its kinds and adjacent pairs.
 
     With several stages their number is divisible by the stages if the list's length is, and each
     stage has two layers if the list has two per stage.
     """
-    whole, count = neighbours(kinds), len(kinds)
+    whole, count = adjacent_kinds(kinds), len(kinds)
     least = min(count, min(2, max(1, count // stages)) * stages)
     for size in range(max(1, least), count):
         if (size % stages == 0) != (count % stages == 0):
             continue
         for front in range(size, -1, -1):
             places = [*range(front), *range(count - size + front, count)]
-            if neighbours([kinds[place] for place in places]) == whole:
+            if adjacent_kinds([kinds[place] for place in places]) == whole:
                 return places
     return list(range(count))

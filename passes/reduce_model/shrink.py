@@ -13,33 +13,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.copied import copied
 from schedlang.ir.model import ModelFacts, Site
+from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
-from schedlang.passes.partition.stages import Unit, elements, even
-from schedlang.passes.reduce_model.blocks import counterpart, shows_all
+from schedlang.passes.partition.stage_assignment import ChainUnit, even_stages, trunk_modules
+from schedlang.passes.reduce_model.blocks import full_model_name, shows_all_kinds
 from schedlang.passes.reduce_model.sizes import (
-    Deep,
-    Key,
-    Quantity,
-    Recipe,
-    Rules,
-    Search,
-    Split,
-    counted,
-    deep_sizes,
-    keeps,
-    learned,
-    limits,
-    recipes,
-    refused,
-    written_in,
+    AxisRanks,
+    LayerSize,
+    ModelRecipe,
+    QuantityPlace,
+    SizedQuantity,
+    SizeRules,
+    SizeSearch,
+    find_free_sizes,
+    find_layer_sizes,
+    find_recipes,
+    learn_quantities,
+    plain_attributes,
+    read_quantities,
+    reduction_refusal,
+    satisfies_rules,
 )
-from schedlang.passes.reduce_model.small_batch import Batch, Cutting, small
+from schedlang.passes.reduce_model.small_batch import Batch, BatchReduction, reduce_batch
 from schedlang.report import Gap, Report
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 # -- meshes for one machine ------------------------------------------------------------------------
 
 
-MOST = 8
+MAX_SMALL_RANKS = 8
 
 
 def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -59,12 +59,14 @@ def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     The best mesh has no axis of size 1, axes of different sizes (so that a reduction over the
     wrong axis shows), and few ranks.
     """
-    if math.prod(axes.values()) <= MOST:
+    if math.prod(axes.values()) <= MAX_SMALL_RANKS:
         yield dict(axes)
         return
-    ranges = [range(1, min(size, MOST) + 1) for size in axes.values()]
+    ranges = [range(1, min(size, MAX_SMALL_RANKS) + 1) for size in axes.values()]
     found = [
-        dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= MOST
+        dict(zip(axes, sizes))
+        for sizes in itertools.product(*ranges)
+        if math.prod(sizes) <= MAX_SMALL_RANKS
     ]
     yield from sorted(
         (mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)
@@ -81,31 +83,31 @@ def _cost(mesh: Mapping[str, int], axes: Mapping[str, int]) -> tuple[int, int, i
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullSchedule:
     """The schedule at full size: its syntax tree, settings and plan for the full model.
 
-    `given` is the mesh that the user requested for the reduced model, if any.
+    `reduce_to_given` is the mesh that the user requested for the reduced model, if any.
     """
 
     tree: n.File
     settings: Settings
     plan: Plan
-    given: Mapping[str, int] | None = None
+    given_mesh: Mapping[str, int] | None = None
 
-    def at(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
+    def plan_for(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
         """Return the plan of the same file for another model on another mesh."""
         facts = ModelFacts(model)
-        facts.given.update(
+        facts.python_replacements.update(
             self.plan.model.replacements
         )  # the model was made by its class, not by the model file
         made = expand(self._tree(requires), facts, self._set(mesh)).plan
         assert made is not None
         return made
 
-    def meshes(self, requires: bool) -> Iterator[Mapping[str, int]]:
+    def accepted_meshes(self, requires: bool) -> Iterator[Mapping[str, int]]:
         """Yield small meshes that the file's knobs accept, the best first."""
-        if self.given is not None:
-            yield self.given
+        if self.given_mesh is not None:
+            yield self.given_mesh
             return
         for mesh in small_meshes(self.plan.mesh.sizes):
             try:
@@ -127,41 +129,43 @@ class Whole:
         return Settings({k: v for k, v in self.settings.knobs.items() if k not in sizing}, mesh)
 
 
-def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
+def plan_full_size(tree: n.File, settings: Settings, model: nn.Module) -> FullSchedule:
     """Plan the schedule at full size; refuse sizes that are not divisible there.
 
     A mesh in the settings that fits on one machine is the mesh of the reduced model; the full mesh
     is then the file's.
     """
     requested = expand(tree, None, settings).mesh if settings.mesh else None
-    small = requested is not None and requested.world <= MOST
+    small = requested is not None and requested.world <= MAX_SMALL_RANKS
     if small:
         settings = replace(settings, mesh={})
     plan = expand(tree, ModelFacts(model), settings).plan
     assert plan is not None
     _enough_layers(plan)
-    return Whole(tree, settings, plan, dict(requested.axes) if small and requested else None)
+    return FullSchedule(tree, settings, plan, dict(requested.axes) if small and requested else None)
 
 
 def _enough_layers(plan: Plan) -> None:
     """Refuse (S613) a list that is split into more stages than it has layers."""
     for cut in plan.cuts:
         if cut.trunks:
-            even([Unit(name, 1) for name in elements(plan, cut)], plan.stages(cut.axis))
+            even_stages(
+                [ChainUnit(name, 1) for name in trunk_modules(plan, cut)], plan.stages(cut.axis)
+            )
 
 
-def parts(plan: Plan) -> int:
+def count_batch_parts(plan: Plan) -> int:
     """Return the number of parts into which a batch is split."""
     return plan.shares * (plan.micro)
 
 
-def trace(plan: Plan, batch: Batch, loss: Any) -> None:
+def trace_plan(plan: Plan, batch: Batch, loss: Any) -> None:
     """Trace a plan on the meta device; raise the refusals that ranks would raise."""
-    from schedlang.runtime.batch import split
+    from schedlang.runtime.batch import split_batch
 
     micro = plan.micro
     try:
-        sample = split(dict(batch), plan.dealt, micro)[0][0].inputs
+        sample = split_batch(dict(batch), plan.share_weights, micro)[0][0].inputs
     except Refusal:  # fewer rows than parts: shapes can be traced nevertheless
         sample = dict(batch)
     prepare(plan, sample, loss)
@@ -173,17 +177,20 @@ def stage_mesh(plan: Plan, mesh: Mapping[str, int]) -> dict[str, int]:
     return {axis: mesh[axis] if axis in cut else size for axis, size in plan.mesh.axes}
 
 
-def codes(refusals: Sequence[Refusal]) -> set[str]:
+def codes_of(refusals: Sequence[Refusal]) -> set[str]:
     """Return the codes of all diagnostics of some refusals."""
     return {d.code for refusal in refusals for d in refusal.diagnostics}
 
 
-LIMIT = 64  # bound of sizes on which no shape depends, such as the longest sequence
-MADE, PLANNED = 200, 12  # choices of sizes that are made, and planned, before the search stops
+MAX_FREE_SIZE = 64  # bound of sizes on which no shape depends, such as the longest sequence
+MAX_MADE, MAX_PLANNED = (
+    200,
+    12,
+)  # choices of sizes that are made, and planned, before the search stops
 
 
 @dataclass(frozen=True)
-class Data:
+class ReductionData:
     """The batches, the loss, and the seed of the model's values."""
 
     batches: Sequence[Batch]
@@ -191,15 +198,15 @@ class Data:
     seed: int
 
 
-class Narrowing:
+class ModelReducer:
     """The search for a smaller model; results are cached between meshes."""
 
-    def __init__(self, whole: Whole, recipe: Recipe, data: Data) -> None:
+    def __init__(self, whole: FullSchedule, recipe: ModelRecipe, data: ReductionData) -> None:
         self.whole, self.recipe, self.data = whole, recipe, data
         self._fewest_layers: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
-        self._known: dict[tuple[tuple[str, int], ...], list[Quantity]] = {}
+        self._known: dict[tuple[tuple[str, int], ...], list[SizedQuantity]] = {}
 
-    def full_width(self, mesh: Mapping[str, int]) -> None:
+    def check_full_width(self, mesh: Mapping[str, int]) -> None:
         """Raise the refusals of full size: trace the plan in full width, with fewer layers.
 
         Fewer layers suffice, since equal layers have equal traces.
@@ -207,10 +214,10 @@ class Narrowing:
         sizes = stage_mesh(self.whole.plan, mesh)
         shallow = self._shallow(self._fewest(mesh))
         _copy_flags(self.whole.plan.model, shallow)
-        plan = self.whole.at(shallow, sizes, requires=False)
-        trace(plan, self.data.batches[0], self.data.loss)
+        plan = self.whole.plan_for(shallow, sizes, requires=False)
+        trace_plan(plan, self.data.batches[0], self.data.loss)
 
-    def at(
+    def reduce_to(
         self, mesh: Mapping[str, int], requires: bool
     ) -> tuple[Plan, tuple[Batch, ...], Mapping[str, int]]:
         """Return the plan of the smallest model that satisfies all rules, its batches and sizes.
@@ -219,16 +226,18 @@ class Narrowing:
         """
         fixed = self._fewest(mesh)
         known = self._learned(fixed)
-        fixed = fixed | {name: min(self.recipe.sizes[name], LIMIT) for name in limits(known)}
+        fixed = fixed | {
+            name: min(self.recipe.sizes[name], MAX_FREE_SIZE) for name in find_free_sizes(known)
+        }
         known = [q for q in known if not set(q.depends) & set(fixed)]
         rules = _rules(self.whole.plan, self._shallow(fixed), mesh)
         reasons: list[Refusal] = []
-        for tried, chosen in enumerate(Search(self.recipe.sizes, known, rules)):
-            if tried == MADE or len(reasons) == PLANNED:
+        for tried, chosen in enumerate(SizeSearch(self.recipe.sizes, known, rules)):
+            if tried == MAX_MADE or len(reasons) == MAX_PLANNED:
                 break
             sizes = fixed | chosen
-            made = self.recipe.meta(sizes)
-            if made is None or not keeps(known, counted(made), rules):
+            made = self.recipe.make_on_meta(sizes)
+            if made is None or not satisfies_rules(known, read_quantities(made), rules):
                 continue
             try:
                 return *_make_reduced(
@@ -240,18 +249,18 @@ class Narrowing:
         raise (
             reasons[0]
             if reasons
-            else refused("S752", f"on a mesh of {text} no sizes keep the divisibility")
+            else reduction_refusal("S752", f"on a mesh of {text} no sizes keep the divisibility")
         )
 
     def _shallow(self, fixed: Mapping[str, int]) -> nn.Module:
-        made = self.recipe.meta(fixed)
+        made = self.recipe.make_on_meta(fixed)
         assert made is not None, "the sizes chosen so far make a model"
         return made
 
-    def _learned(self, fixed: Mapping[str, int]) -> list[Quantity]:
+    def _learned(self, fixed: Mapping[str, int]) -> list[SizedQuantity]:
         key = tuple(fixed.items())
         if key not in self._known:
-            self._known[key] = learned(self.recipe, fixed)
+            self._known[key] = learn_quantities(self.recipe, fixed)
         return self._known[key]
 
     def _fewest(self, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -260,25 +269,29 @@ class Narrowing:
         key = tuple(sizes.items())
         if key not in self._fewest_layers:
             fixed: dict[str, int] = {}
-            for deep in deep_sizes(self.recipe, self.whole.plan.model):
+            for deep in find_layer_sizes(self.recipe, self.whole.plan.model):
                 fixed[deep.name] = _fewest_layers(self.whole, self.recipe, deep, fixed, sizes)
             self._fewest_layers[key] = fixed
         return self._fewest_layers[key]
 
 
 def _fewest_layers(
-    whole: Whole, recipe: Recipe, deep: Deep, fixed: Mapping[str, int], sizes: Mapping[str, int]
+    whole: FullSchedule,
+    recipe: ModelRecipe,
+    deep: LayerSize,
+    fixed: Mapping[str, int],
+    sizes: Mapping[str, int],
 ) -> int:
     for layers in range(1, deep.layers):
-        made = recipe.meta({**fixed, deep.name: layers})
+        made = recipe.make_on_meta({**fixed, deep.name: layers})
         if made is None:
             continue
         _copy_flags(whole.plan.model, made)
         try:
-            plan = whole.at(made, sizes, requires=False)
+            plan = whole.plan_for(made, sizes, requires=False)
         except Refusal:
             continue
-        if shows_all(whole.plan, plan, deep.lists):
+        if shows_all_kinds(whole.plan, plan, deep.lists):
             return layers
     return deep.layers
 
@@ -286,18 +299,18 @@ def _fewest_layers(
 # -- widths ------------------------------------------------------------------------------------
 
 
-def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
+def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> SizeRules:
     """Return the rules for sizes that follow from the rows of the schedule."""
     named = [name for layout in plan.layouts.values() for name in layout.axes]
     named += [b.axis for boundaries in plan.boundaries.values() for b in boundaries]
     over = {axis for name in named for axis in plan.mesh.fold(name)}
-    splits = {Split(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in over}
+    splits = {AxisRanks(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in over}
     rows = frozenset(
-        Key(fqn, name, dim)
+        QuantityPlace(fqn, name, dim)
         for fqn, site in ModelFacts(model).sites.items()
         for name, dim in _tables(site)
     )
-    return Rules(tuple(splits), tuple(dict.fromkeys(_pads(plan))), rows)
+    return SizeRules(tuple(splits), tuple(dict.fromkeys(_pads(plan))), rows)
 
 
 def _tables(site: Site) -> list[tuple[str, int]]:
@@ -315,12 +328,12 @@ def _pads(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _make_reduced(
-    whole: Whole,
-    recipe: Recipe,
+    whole: FullSchedule,
+    recipe: ModelRecipe,
     chosen: Mapping[str, int],
     mesh: Mapping[str, int],
     requires: bool,
-    data: Data,
+    data: ReductionData,
 ) -> tuple[Plan, tuple[Batch, ...]]:
     """Make the reduced model with values; return its plan, after a trace, and its batches."""
     import torch
@@ -329,11 +342,11 @@ def _make_reduced(
     with torch.device("cpu"):
         made = recipe.make(chosen)
     _copy_flags(whole.plan.model, made)
-    plan = whole.at(made, mesh, requires)
+    plan = whole.plan_for(made, mesh, requires)
     cutting = _cutting(whole.plan, plan, recipe, chosen)
-    fewer = tuple(small(batch, cutting) for batch in data.batches)
-    runs(made, fewer, data.loss)
-    trace(plan, fewer[0], data.loss)
+    fewer = tuple(reduce_batch(batch, cutting) for batch in data.batches)
+    check_reduced_run(made, fewer, data.loss)
+    trace_plan(plan, fewer[0], data.loss)
     return plan, fewer
 
 
@@ -346,14 +359,16 @@ def _copy_flags(old: ModelFacts, made: nn.Module) -> None:
         if fqn in old.sites and len(site.children) < len(old.children(fqn))
     }
     for name, tensor in made.named_parameters():
-        like = old.model.get_parameter(counterpart(name, lists))
+        like = old.model.get_parameter(full_model_name(name, lists))
         tensor.requires_grad_(like.requires_grad)
         tensor.data = tensor.data.to(like.dtype)
     for fqn, module in made.named_modules():
-        module.training = old.model.get_submodule(counterpart(fqn, lists)).training
+        module.training = old.model.get_submodule(full_model_name(fqn, lists)).training
 
 
-def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) -> Cutting:
+def _cutting(
+    old: Plan, new: Plan, recipe: ModelRecipe, chosen: Mapping[str, int]
+) -> BatchReduction:
     tables: dict[int, int] = {}
     for fqn, site in new.model.sites.items():
         for name, dim in _tables(site):
@@ -363,40 +378,42 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
     for name, size in chosen.items():
         sizes.setdefault(recipe.sizes[name], set()).add(size)
     dims = {old: new.pop() for old, new in sizes.items() if len(new) == 1}
-    return Cutting(dims, tables, recipe.specials, (parts(old), parts(new)))
+    return BatchReduction(
+        dims, tables, recipe.specials, (count_batch_parts(old), count_batch_parts(new))
+    )
 
 
-def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
+def check_reduced_run(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
     """Refuse (S753) batches that the reduced model or the loss rejects."""
     import torch
 
-    from schedlang.runtime.batch import called
+    from schedlang.runtime.batch import run_model
 
     try:
         with torch.no_grad():
             for batch in batches:
-                output = called(copied(model), batch)
+                output = run_model(copy_module(model), batch)
                 if loss is not None:
                     loss(output, batch)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise refused(
+        raise reduction_refusal(
             "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
         ) from error
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ReducedModel:
     """A reduced model: its plan with values, its batches, and a description of the reduction.
 
-    `gaps` are what the reduced model cannot show; `whole` is the plan at full size.
+    `gaps` are what the reduced model cannot show; `plan_full_size` is the plan at full size.
     """
 
     plan: Plan
     batches: tuple[Batch, ...]
-    said: str
+    description: str
     gaps: tuple[Gap, ...]
-    whole: Plan
+    full_plan: Plan
 
 
 def shrink(
@@ -408,7 +425,7 @@ def shrink(
     loss: Callable[..., Any] | None = None,
     make: Callable[..., nn.Module] | None = None,
     seed: int = 0,
-) -> Shrunk:
+) -> ReducedModel:
     """Return a reduced model under the same schedule, with batches for it.
 
     The schedule is first planned at full size, and traced in full width; sizes that are not
@@ -418,42 +435,44 @@ def shrink(
     reduced, S752 where no reduction keeps the meaning of the schedule, S753 where batches do not
     fit the reduced model.
     """
-    full = whole(tree, settings, model)
+    full = plan_full_size(tree, settings, model)
     recipe = _find_recipe(model, make)
-    narrowing = Narrowing(full, recipe, Data(batches, loss, seed))
-    for mesh in itertools.islice(full.meshes(requires=False), 1):
-        narrowing.full_width(mesh)
+    narrowing = ModelReducer(full, recipe, ReductionData(batches, loss, seed))
+    for mesh in itertools.islice(full.accepted_meshes(requires=False), 1):
+        narrowing.check_full_width(mesh)
 
-    def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
-        plan, fewer, sizes = narrowing.at(mesh, requires)
+    def at(mesh: Mapping[str, int], requires: bool) -> ReducedModel:
+        plan, fewer, sizes = narrowing.reduce_to(mesh, requires)
         text = _describe_reduction(recipe, sizes, full.plan, plan)
-        return Shrunk(plan, fewer, text, _gaps(full.plan, plan), full.plan)
+        return ReducedModel(plan, fewer, text, _gaps(full.plan, plan), full.plan)
 
     return _first_accepted(full, at)
 
 
-def given(
+def reduce_to_given(
     tree: n.File,
     settings: Settings,
     model: nn.Module,
     smaller: nn.Module,
     batches: Sequence[Batch],
     loss: Callable[..., Any] | None = None,
-) -> Shrunk:
+) -> ReducedModel:
     """Return the reduction with a given smaller model: the result of the model file's `small()`."""
-    full = whole(tree, settings, model)
-    runs(smaller, batches, loss)
+    full = plan_full_size(tree, settings, model)
+    check_reduced_run(smaller, batches, loss)
 
-    def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
-        plan = full.at(smaller, mesh, requires)
+    def at(mesh: Mapping[str, int], requires: bool) -> ReducedModel:
+        plan = full.plan_for(smaller, mesh, requires)
         text = f"to the model of `small()`, mesh {full.plan.mesh} -> {plan.mesh}"
         gaps = _gaps(full.plan, plan)
-        return Shrunk(plan, tuple(batches), text, gaps, full.plan)
+        return ReducedModel(plan, tuple(batches), text, gaps, full.plan)
 
     return _first_accepted(full, at)
 
 
-def _first_accepted(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shrunk:
+def _first_accepted(
+    full: FullSchedule, at: Callable[[Mapping[str, int], bool], ReducedModel]
+) -> ReducedModel:
     """Return the model reduced for the first mesh that is accepted.
 
     If only `require` statements fail on all meshes, they are left out, and a gap reports this; they
@@ -461,7 +480,7 @@ def _first_accepted(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]
     """
     reasons: list[Refusal] = []
     for requires in (True, False):
-        for mesh in full.meshes(requires):
+        for mesh in full.accepted_meshes(requires):
             try:
                 found = at(mesh, requires)
             except Refusal as refusal:
@@ -469,19 +488,21 @@ def _first_accepted(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]
                 continue
             left_out = Gap("`require` on the reduced model", "nothing: they hold at full size")
             return found if requires else replace(found, gaps=(*found.gaps, left_out))
-        if reasons and "S104" not in codes(reasons):
+        if reasons and "S104" not in codes_of(reasons):
             break
     raise (
         reasons[0]
         if reasons
-        else refused("S752", "the knobs that set the mesh allow no mesh of 8 ranks or fewer")
+        else reduction_refusal(
+            "S752", "the knobs that set the mesh allow no mesh of 8 ranks or fewer"
+        )
     )
 
 
-def _find_recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
+def _find_recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> ModelRecipe:
     """Return a recipe that makes the full model again; refuse (S751) if there is none."""
     wrong: list[Refusal] = []
-    for recipe in recipes(model, make):
+    for recipe in find_recipes(model, make):
         try:
             _check_same_model(recipe, model)
             return recipe
@@ -489,37 +510,39 @@ def _find_recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Rec
             wrong.append(refusal)
     if wrong:
         raise wrong[0]
-    also = "; it is on the meta device, and cannot run" if lies_on_meta(model) else ""
-    raise refused(
+    also = "; it is on the meta device, and cannot run" if has_meta_parameters(model) else ""
+    raise reduction_refusal(
         "S751",
         f"it has no `config` as in transformers, and `model()` takes no sizes{also}",
         "or let `model()` take sizes: `def model(width: int = 8192)`",
     )
 
 
-def _check_same_model(recipe: Recipe, model: nn.Module) -> None:
+def _check_same_model(recipe: ModelRecipe, model: nn.Module) -> None:
     """Refuse (S751) a recipe whose full model differs from the model."""
-    again = recipe.meta({})
+    again = recipe.make_on_meta({})
     if again is None:
-        raise refused("S751", "its class cannot be called with only its configuration")
+        raise reduction_refusal("S751", "its class cannot be called with only its configuration")
     old, new = ModelFacts(model), ModelFacts(again)
     if {f: s.classes for f, s in old.sites.items()} != {f: s.classes for f, s in new.sites.items()}:
-        raise refused(
+        raise reduction_refusal(
             "S751", "its modules differ from those that its class builds: they were changed"
         )
     shapes = {name: fact.shape for name, fact in old.parameters.items()}
     if shapes != {name: fact.shape for name, fact in new.parameters.items()}:
-        raise refused(
+        raise reduction_refusal(
             "S751", "its shapes differ from those that its class builds: they were changed"
         )
-    if old.ties != new.ties or written_in(model) != written_in(again):
-        raise refused("S751", "ties, hooks or attributes were changed after it was built")
+    if old.ties != new.ties or plain_attributes(model) != plain_attributes(again):
+        raise reduction_refusal("S751", "ties, hooks or attributes were changed after it was built")
 
 
 # -- the report --------------------------------------------------------------------------------
 
 
-def _describe_reduction(recipe: Recipe, chosen: Mapping[str, int], old: Plan, new: Plan) -> str:
+def _describe_reduction(
+    recipe: ModelRecipe, chosen: Mapping[str, int], old: Plan, new: Plan
+) -> str:
     parts = [
         f"{name} {size} -> {chosen[name]}"
         for name, size in recipe.sizes.items()
@@ -542,34 +565,34 @@ def _gaps(old: Plan, new: Plan) -> tuple[Gap, ...]:
     return tuple(found)
 
 
-def remarked(report: Report, small: Shrunk | None) -> Report:
+def with_reduction(report: Report, small: ReducedModel | None) -> Report:
     """Return the report with the reduction and its gaps; unchanged without a reduction."""
     if small is None:
         return report
-    facts = (*report.facts, ("reduced", small.said))
+    facts = (*report.facts, ("reduced", small.description))
     return replace(report, facts=facts, gaps=(*report.gaps, *small.gaps))
 
 
 # -- model files -------------------------------------------------------------------------------
 
 
-def lies_on_meta(model: nn.Module) -> bool:
+def has_meta_parameters(model: nn.Module) -> bool:
     """Return whether the model has parameters on the meta device."""
     return any(p.is_meta for p in model.parameters())
 
 
-def shrunk(
+def reduce_model_file(
     tree: n.File,
     settings: Settings,
     file: ModelFile,
     model: nn.Module,
     batches: Sequence[Batch],
     seed: int,
-) -> Shrunk:
+) -> ReducedModel:
     """Return the reduction of a model file's model: by its `small()`, or by its sizes."""
     smaller = file.small(seed)
     if smaller is not None:
         own = [file.small_batch(seed + step) for step in range(len(batches))]
-        return given(tree, settings, model, smaller, own, file.loss)
+        return reduce_to_given(tree, settings, model, smaller, own, file.loss)
     make = file.module.model
     return shrink(tree, settings, model, batches, loss=file.loss, make=make, seed=seed)

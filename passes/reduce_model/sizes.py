@@ -1,7 +1,7 @@
 """Sizes of a model: a recipe that makes it from sizes, and a search for the smallest sizes.
 
 Dims and attributes of the model are learned as functions of its sizes, by making it on the meta
-device with other sizes. `Search` yields choices of sizes that satisfy the rules of a schedule.
+device with other sizes. `SizeSearch` yields choices of sizes that satisfy the rules of a schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
-from schedlang.passes.reduce_model.blocks import LISTS
+from schedlang.passes.reduce_model.blocks import BLOCK_LISTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
 
 
-TOKENS = ("token_id", "token_index")  # ends of names of ids in configurations of transformers
+TOKEN_ID_ENDS = (
+    "token_id",
+    "token_index",
+)  # ends of names of ids in configurations of transformers
 
-LAYERS = "layer"  # in names of numbers of layers in these: n_layer, num_hidden_layers
+LAYER_WORD = "layer"  # in names of numbers of layers in these: n_layer, num_hidden_layers
 
 TITLES = {
     "S751": "this model cannot be reduced",
@@ -35,14 +38,14 @@ TITLES = {
 }
 
 
-def refused(code: str, reason: str, *helps: str) -> Refusal:
+def reduction_refusal(code: str, reason: str, *helps: str) -> Refusal:
     """Return the refusal of a reduction; its help offers `small()` of the model file."""
     offer = "define `small()` in the model file: it returns the model to verify"
     return Refusal.of(code, TITLES[code], notes=(reason,), helps=(offer, *helps))
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """A recipe that makes a model from sizes.
 
     sizes     by name; names inside nested configurations are dotted
@@ -54,7 +57,7 @@ class Recipe:
     make: Callable[[Mapping[str, int]], nn.Module]
     specials: tuple[int, ...] = ()
 
-    def meta(self, changed: Mapping[str, int]) -> nn.Module | None:
+    def make_on_meta(self, changed: Mapping[str, int]) -> nn.Module | None:
         """Return the model with other sizes on the meta device; None if its constructor fails."""
         import torch
 
@@ -65,7 +68,9 @@ class Recipe:
             return None
 
 
-def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) -> Iterator[Recipe]:
+def find_recipes(
+    model: nn.Module, function: Callable[..., nn.Module] | None = None
+) -> Iterator[ModelRecipe]:
     """Yield recipes of a model: its class with its `config`, then a function of sizes.
 
     The config is like transformers', with `to_dict`. The sizes of a function are its parameters
@@ -73,14 +78,16 @@ def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) 
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
-        yield Recipe(
-            {name: value for name, value in _numbers(config) if not name.endswith(TOKENS)},
-            lambda changed: type(model)(changed_config(config, changed)),
-            tuple(sorted({v for name, v in _numbers(config, least=0) if name.endswith(TOKENS)})),
+        yield ModelRecipe(
+            {name: value for name, value in _numbers(config) if not name.endswith(TOKEN_ID_ENDS)},
+            lambda changed: type(model)(change_config(config, changed)),
+            tuple(
+                sorted({v for name, v in _numbers(config, least=0) if name.endswith(TOKEN_ID_ENDS)})
+            ),
         )
     numbers = _defaults(function) if function is not None else {}
     if function is not None and numbers:
-        yield Recipe(numbers, lambda changed: function(**{**numbers, **changed}))
+        yield ModelRecipe(numbers, lambda changed: function(**{**numbers, **changed}))
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, int]:
@@ -95,13 +102,13 @@ def _numbers(config: Any, prefix: str = "", least: int = 2) -> Iterator[tuple[st
             continue
         if type(value) is int and value >= least:
             yield prefix + name, value
-        elif isinstance(value, list | tuple) and name.endswith(TOKENS):
+        elif isinstance(value, list | tuple) and name.endswith(TOKEN_ID_ENDS):
             yield from ((prefix + name, one) for one in value if type(one) is int)
         elif hasattr(value, "to_dict"):
             yield from _numbers(value, f"{prefix}{name}.", least)
 
 
-def changed_config(config: Any, changed: Mapping[str, int]) -> Any:
+def change_config(config: Any, changed: Mapping[str, int]) -> Any:
     """Return a copy of a configuration with other numbers.
 
     Lists with an entry per layer are cut to the number of layers; ids of tokens are mapped into
@@ -115,7 +122,7 @@ def changed_config(config: Any, changed: Mapping[str, int]) -> Any:
             holder, before = getattr(holder, part), getattr(before, part)
         old = getattr(before, name)
         setattr(holder, name, value)
-        for key, entry in vars(before).items() if LAYERS in name else ():
+        for key, entry in vars(before).items() if LAYER_WORD in name else ():
             if value < old and isinstance(entry, list | tuple) and len(entry) == old:
                 setattr(holder, key, entry[:value])
     _fold_token_ids(new, None)
@@ -132,7 +139,7 @@ def _fold_token_ids(config: Any, above: int | None) -> None:
     named = {
         key: entry
         for key, entry in vars(config).items()
-        if key.endswith(TOKENS) and entry is not None and size
+        if key.endswith(TOKEN_ID_ENDS) and entry is not None and size
     }
     known = [v for e in named.values() for v in (e if isinstance(e, list | tuple) else (e,))]
     folded = special_ids(tuple(v for v in known if type(v) is int), size)
@@ -153,7 +160,7 @@ def special_ids(ids: tuple[int, ...], size: int) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Deep:
+class LayerSize:
     """A size that is a number of layers, and the module lists whose length depends on it."""
 
     name: str
@@ -161,7 +168,7 @@ class Deep:
     lists: tuple[str, ...]
 
 
-def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
+def find_layer_sizes(recipe: ModelRecipe, facts: ModelFacts) -> list[LayerSize]:
     """Return the sizes that count layers: one less shortens a list of modules and changes no dim.
 
     Experts in a list are not layers: their number is also a dim of the router.
@@ -169,21 +176,21 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
     lengths = {
         fqn: len(site.children)
         for fqn, site in facts.sites.items()
-        if any(site.is_a(kind) for kind in LISTS)
+        if any(site.is_a(kind) for kind in BLOCK_LISTS)
     }
     shapes = {name: fact.shape for name, fact in facts.parameters.items()}
     found = []
     for name, size in recipe.sizes.items():
         if not any(abs(size - length) <= 2 for length in lengths.values()):
             continue
-        made = recipe.meta({name: size - 1})
+        made = recipe.make_on_meta({name: size - 1})
         if made is None:
             continue
         less = ModelFacts(made)
         shorter = [f for f, n in lengths.items() if f in less.sites and n > len(less.children(f))]
         same = all(f.shape == shapes.get(n) for n, f in less.parameters.items())
         if shorter and same:
-            found.append(Deep(name, size, tuple(shorter)))
+            found.append(LayerSize(name, size, tuple(shorter)))
     return found
 
 
@@ -192,10 +199,10 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
 
 FACTORS = (Fraction(2), Fraction(4), Fraction(1, 2), Fraction(1, 4), Fraction(3))
 POWERS = (1, -1, 2, -2)
-OWN = "(sizes)"  # module name of the sizes themselves
+SIZES_MODULE = "(sizes)"  # module name of the sizes themselves
 
 
-class Key(NamedTuple):
+class QuantityPlace(NamedTuple):
     """The place of a number in a module: a dim of a parameter, or an attribute (`dim` is -1)."""
 
     fqn: str
@@ -209,7 +216,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class SizeFormula:
     """A quantity as a function of sizes: a product of powers, or linear in one size.
 
     `powers` are pairs of a size and its power; with `shift` there is one size, with power 1.
@@ -219,7 +226,7 @@ class Form:
     powers: tuple[tuple[str, int], ...]
     shift: int = 0
 
-    def at(self, sizes: Mapping[str, int]) -> int | None:
+    def evaluate(self, sizes: Mapping[str, int]) -> int | None:
         """Return the value for some sizes; None where it is not an integer."""
         over, under = self.factor.numerator, self.factor.denominator
         for name, power in self.powers:
@@ -237,29 +244,31 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class SizedQuantity:
     """A number of the model: its value, the sizes on which it depends, and its form or None."""
 
-    key: Key
+    key: QuantityPlace
     value: int
     depends: tuple[str, ...]
-    form: Form | None
+    formula: SizeFormula | None
 
 
-def counted(model: nn.Module) -> dict[Key, int]:
+def read_quantities(model: nn.Module) -> dict[QuantityPlace, int]:
     """Return all dims of parameters and all positive integer attributes of modules."""
-    found: dict[Key, int] = {}
+    found: dict[QuantityPlace, int] = {}
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) is int and not name.startswith("_") and value > 0:
-                found[Key(fqn, name)] = value
+                found[QuantityPlace(fqn, name)] = value
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                found |= {Key(fqn, name, dim): size for dim, size in enumerate(tensor.shape)}
+                found |= {
+                    QuantityPlace(fqn, name, dim): size for dim, size in enumerate(tensor.shape)
+                }
     return found
 
 
-def written_in(model: nn.Module) -> list[tuple[object, ...]]:
+def plain_attributes(model: nn.Module) -> list[tuple[object, ...]]:
     """Return plain attributes of each module, its number of hooks, and whether it has `forward`."""
     plain = (bool, int, float, str, type(None))
     found: list[tuple[object, ...]] = []
@@ -272,41 +281,48 @@ def written_in(model: nn.Module) -> list[tuple[object, ...]]:
     return found
 
 
-def learned(recipe: Recipe, fixed: Mapping[str, int]) -> list[Quantity]:
+def learn_quantities(recipe: ModelRecipe, fixed: Mapping[str, int]) -> list[SizedQuantity]:
     """Return the quantities that depend on sizes outside `fixed`, found by trying other sizes.
 
     `fixed` are sizes already chosen. Tries that the constructor rejects are ignored.
     """
-    base_model = recipe.meta(fixed)
+    base_model = recipe.make_on_meta(fixed)
     assert base_model is not None, "the sizes chosen so far make a model"
-    base = counted(base_model)
-    seen: dict[str, list[tuple[Fraction, dict[Key, int]]]] = {}
+    base = read_quantities(base_model)
+    seen: dict[str, list[tuple[Fraction, dict[QuantityPlace, int]]]] = {}
     for name, size in recipe.sizes.items():
         if name in fixed:
             continue
         tries = [f for f in FACTORS if (size * f).denominator == 1 and size * f > 0]
-        models = [(f, recipe.meta({**fixed, name: int(size * f)})) for f in tries]
-        seen[name] = [(f, counted(m)) for f, m in models if m is not None]
+        models = [(f, recipe.make_on_meta({**fixed, name: int(size * f)})) for f in tries]
+        seen[name] = [(f, read_quantities(m)) for f, m in models if m is not None]
     out = []
     for name, size in recipe.sizes.items():  # the size itself, if something depends on it
         if name not in fixed and any(counts != base for _, counts in seen[name]):
-            out.append(Quantity(Key(OWN, name), size, (name,), Form(Fraction(1), ((name, 1),))))
+            out.append(
+                SizedQuantity(
+                    QuantityPlace(SIZES_MODULE, name),
+                    size,
+                    (name,),
+                    SizeFormula(Fraction(1), ((name, 1),)),
+                )
+            )
     for key, value in base.items():
         depends = tuple(
             name for name, tries in seen.items() if any(c.get(key) != value for _, c in tries)
         )
         if depends:
             form = _fit_form(key, value, {n: seen[n] for n in depends}, recipe.sizes)
-            out.append(Quantity(key, value, depends, form))
+            out.append(SizedQuantity(key, value, depends, form))
     return out
 
 
 def _fit_form(
-    key: Key,
+    key: QuantityPlace,
     value: int,
-    seen: Mapping[str, Sequence[tuple[Fraction, dict[Key, int]]]],
+    seen: Mapping[str, Sequence[tuple[Fraction, dict[QuantityPlace, int]]]],
     sizes: Mapping[str, int],
-) -> Form | None:
+) -> SizeFormula | None:
     """Return the form that fits the observed values, or None."""
     powers: list[tuple[str, int]] = []
     for name, tries in seen.items():
@@ -319,22 +335,22 @@ def _fit_form(
     factor = Fraction(value)
     for name, power in powers:
         factor /= Fraction(sizes[name]) ** power
-    return Form(factor, tuple(powers))
+    return SizeFormula(factor, tuple(powers))
 
 
 def _fit_line(
     name: str, value: int, pairs: Sequence[tuple[Fraction, int]], size: int
-) -> Form | None:
+) -> SizeFormula | None:
     """Return the form factor x size + shift through all observed values, or None."""
     slopes = {Fraction(got - value) / (size * (f - 1)) for f, got in pairs}
     if len(pairs) < 2 or len(slopes) != 1:
         return None
     factor = slopes.pop()
     shift = value - factor * size
-    return Form(factor, ((name, 1),), int(shift)) if shift.denominator == 1 else None
+    return SizeFormula(factor, ((name, 1),), int(shift)) if shift.denominator == 1 else None
 
 
-def limits(quantities: Sequence[Quantity]) -> set[str]:
+def find_free_sizes(quantities: Sequence[SizedQuantity]) -> set[str]:
     """Return the sizes on which no dim depends, and no quantity of several sizes.
 
     An example is the longest sequence.
@@ -350,18 +366,18 @@ def limits(quantities: Sequence[Quantity]) -> set[str]:
 # -- the search for the smallest sizes -------------------------------------------------------------
 
 
-KEPT = 4  # numbers up to this are a kind (top-k, channels), not a size, and do not change
-RATIO = 16  # ratios of sizes up to this do not change: query heads per key-value head
-ROWS = 16  # least rows of an embedding: positions for a few tokens, and a choice of ids
-WIDTH = 4096  # values tried for one size
-NODES = 50_000  # largest number of nodes of the search
+MAX_FIXED = 4  # numbers up to this are a kind (top-k, channels), not a size, and do not change
+MAX_FIXED_RATIO = 16  # ratios of sizes up to this do not change: query heads per key-value head
+MIN_ROWS = 16  # least rows of an embedding: positions for a few tokens, and a choice of ids
+MAX_TRIED = 4096  # values tried for one size
+MAX_NODES = 50_000  # largest number of nodes of the search
 
 
 Dims = dict[int, int]  # new sizes of dims by their old ones
 
 
 @dataclass(frozen=True)
-class Split:
+class AxisRanks:
     """An axis that splits tensors: its number of ranks before and after the reduction."""
 
     before: int
@@ -369,40 +385,40 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Rules:
+class SizeRules:
     """Constraints on reduced sizes.
 
     `pads` are pairs of a dim's size and the multiple to which it is padded.
     """
 
-    splits: tuple[Split, ...] = ()
+    splits: tuple[AxisRanks, ...] = ()
     pads: tuple[tuple[int, int], ...] = ()
-    tables: frozenset[Key] = frozenset()  # rows of embeddings
+    tables: frozenset[QuantityPlace] = frozenset()  # rows of embeddings
 
-    def allow(self, q: Quantity, new: int) -> bool:
+    def allow(self, q: SizedQuantity, new: int) -> bool:
         """Return whether a quantity may become `new`."""
         old = q.value
         if not 0 < new <= old:
             return False
-        if q.form is not None and q.form.degree == 0 and old <= RATIO:
+        if q.formula is not None and q.formula.degree == 0 and old <= MAX_FIXED_RATIO:
             return new == old
         dividing = [s for s in self.splits if s.before > 1 and old % s.before == 0]
-        if old <= KEPT and all(s.before == s.after for s in dividing):
+        if old <= MAX_FIXED and all(s.before == s.after for s in dividing):
             return new == old
         for split in dividing:  # two elements on each rank show a wrong order
             each = min(old // split.before, 2) if q.key.is_dim else 1
             if new % split.after or new < each * split.after:
                 return False
-            if old // split.before > 1 and new < KEPT:
+            if old // split.before > 1 and new < MAX_FIXED:
                 return False
         if any(old % s.after and not new % s.after for s in self.splits if s not in dividing):
             return False
         if new % 2 != old % 2 and (old % 2 == 0 or not dividing):
             return False
-        least = ROWS if q.key in self.tables else KEPT if not dividing else 1
+        least = MIN_ROWS if q.key in self.tables else MAX_FIXED if not dividing else 1
         return new >= min(old, least) and (q.key not in self.tables or self._padded(old, new))
 
-    def fitting(self, made: Iterable[tuple[Quantity, int | None]], dims: Dims) -> Dims | None:
+    def fit_dims(self, made: Iterable[tuple[SizedQuantity, int | None]], dims: Dims) -> Dims | None:
         """Return `dims` with the new sizes of some quantities, by old size.
 
         Returns None where a new size is no integer or not allowed, or where the order of sizes
@@ -430,27 +446,27 @@ class Rules:
         return True
 
 
-class Search:
+class SizeSearch:
     """The choices of sizes that satisfy the rules, small sizes first."""
 
     def __init__(
-        self, sizes: Mapping[str, int], quantities: Sequence[Quantity], rules: Rules
+        self, sizes: Mapping[str, int], quantities: Sequence[SizedQuantity], rules: SizeRules
     ) -> None:
         self.sizes, self.rules = sizes, rules
         # small sizes are chosen first: numbers of heads decide widths, not the reverse
         names = {name for q in quantities for name in q.depends}
         self.names = sorted(names, key=sizes.__getitem__)
         self.visited = 0
-        self.decided: list[list[tuple[Form, Quantity]]] = [[] for _ in self.names]
-        known: set[tuple[Form, bool, bool]] = set()  # quantities of one form have one value
+        self.decided: list[list[tuple[SizeFormula, SizedQuantity]]] = [[] for _ in self.names]
+        known: set[tuple[SizeFormula, bool, bool]] = set()  # quantities of one form have one value
         for q in quantities:
-            if q.form is None:
+            if q.formula is None:
                 continue
-            kind = (q.form, q.key.is_dim, q.key in rules.tables)
+            kind = (q.formula, q.key.is_dim, q.key in rules.tables)
             if kind not in known:
                 known.add(kind)
-                last = max(self.names.index(name) for name, _ in q.form.powers)
-                self.decided[last].append((q.form, q))
+                last = max(self.names.index(name) for name, _ in q.formula.powers)
+                self.decided[last].append((q.formula, q))
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         self.visited = 0
@@ -463,7 +479,7 @@ class Search:
         name = self.names[len(chosen)]
         for value in self.values[name]:
             self.visited += 1
-            if self.visited > NODES:
+            if self.visited > MAX_NODES:
                 return
             tried = {**chosen, name: value}
             found = self._fit_dims(self.decided[len(chosen)], tried, dims)
@@ -477,31 +493,36 @@ class Search:
         for place, name in enumerate(self.names):
             single = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
             size = self.sizes[name]
-            wanted = (*range(1, min(size, WIDTH)), size)
+            wanted = (*range(1, min(size, MAX_TRIED)), size)
             out[name] = [v for v in wanted if self._fit_dims(single, {name: v}, {}) is not None]
         return out
 
     def _fit_dims(
-        self, known: Sequence[tuple[Form, Quantity]], chosen: Mapping[str, int], dims: Dims
+        self,
+        known: Sequence[tuple[SizeFormula, SizedQuantity]],
+        chosen: Mapping[str, int],
+        dims: Dims,
     ) -> Dims | None:
-        return self.rules.fitting(((q, form.at(chosen)) for form, q in known), dims)
+        return self.rules.fit_dims(((q, form.evaluate(chosen)) for form, q in known), dims)
 
 
-def keeps(quantities: Sequence[Quantity], now: Mapping[Key, int], rules: Rules) -> bool:
+def satisfies_rules(
+    quantities: Sequence[SizedQuantity], now: Mapping[QuantityPlace, int], rules: SizeRules
+) -> bool:
     """Return whether the quantities of a reduced model satisfy all rules."""
     # modules that the reduced model does not have are skipped
     made = ((q, now[q.key]) for q in quantities if q.key in now)
-    return rules.fitting(made, {}) is not None and _keeps_order(quantities, now)
+    return rules.fit_dims(made, {}) is not None and _keeps_order(quantities, now)
 
 
-def _keeps_order(quantities: Sequence[Quantity], now: Mapping[Key, int]) -> bool:
+def _keeps_order(quantities: Sequence[SizedQuantity], now: Mapping[QuantityPlace, int]) -> bool:
     """Return whether sizes of a module stay above its unchanged small numbers.
 
     For example, num_experts stays above top_k.
     """
     kept: dict[str, int] = {}
     for q in quantities:
-        if not q.key.is_dim and q.value <= KEPT:
+        if not q.key.is_dim and q.value <= MAX_FIXED:
             kept[q.key.fqn] = max(kept.get(q.key.fqn, 0), q.value)
     return all(
         now.get(q.key, q.value) > kept[q.key.fqn]

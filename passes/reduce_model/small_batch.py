@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.reduce_model.sizes import refused, special_ids
+from schedlang.passes.reduce_model.sizes import reduction_refusal, special_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ IGNORED = -100  # the label that torch's losses ignore
 
 
 @dataclass(frozen=True)
-class Cutting:
+class BatchReduction:
     """The changes of batches: new sizes of dims and vocabularies by old sizes, and special ids.
 
     `parts` are the numbers of parts of a batch before and after the reduction.
@@ -29,7 +29,7 @@ class Cutting:
     parts: tuple[int, int]
 
 
-def small(batch: Batch, how: Cutting) -> dict[str, Any]:
+def reduce_batch(batch: Batch, how: BatchReduction) -> dict[str, Any]:
     """Return the batch with fewer rows, shorter sequences, smaller dims, and ids in the vocabulary.
 
     Of a long sequence some positions, spread over its length, stay; they are the same in all
@@ -47,7 +47,9 @@ def small(batch: Batch, how: Cutting) -> dict[str, Any]:
         if isinstance(value, Tensor):
             value = value[:kept] if value.dim() and value.shape[0] == rows else value
             if value.dim() == 1 and key != "labels" and _counts_tokens(value, lengths):
-                raise refused("S753", f"`{key}` may count tokens, but sequences were shortened")
+                raise reduction_refusal(
+                    "S753", f"`{key}` may count tokens, but sequences were shortened"
+                )
             value = _shorten(value, lengths, how.dims)
             if _are_ids(value):
                 value = _fold_ids(value, int(batch[key].max()), how)
@@ -98,7 +100,7 @@ def _shorten(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> 
     return value
 
 
-def _fold_ids(ids: Tensor, largest: int, how: Cutting) -> Tensor:
+def _fold_ids(ids: Tensor, largest: int, how: BatchReduction) -> Tensor:
     """Return ids mapped into the reduced vocabulary.
 
     The full vocabulary is the smallest table with more rows than the largest id.

@@ -10,27 +10,31 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.memory import CLASSES, heaviest
+from schedlang.ir.memory import CLASSES, find_heaviest
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.simulate.gains import Gained, gains
+from schedlang.passes.simulate.kernel_gains import RowGain, count_gains
 from schedlang.passes.simulate.memory import RankClass, rank_classes
-from schedlang.passes.simulate.rehearse import Rehearsal, held, rehearse
-from schedlang.passes.simulate.traffic import Collective, collectives, there_and_back
+from schedlang.passes.simulate.simulated_ranks import (
+    SimulatedRanks,
+    memory_of_ranks,
+    simulate_ranks,
+)
+from schedlang.passes.simulate.traffic import Collective, list_collectives, send_and_return
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
-    from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.passes.propagate.original import Weight
+    from schedlang.passes.propagate.original_forward import Weight
+    from schedlang.passes.propagate.sharded_run import Loss
     from schedlang.pipeline.timeline.table import Timeline
 
 # -- activations on a peer -------------------------------------------------------------------------
 
 
-def parked_activations(
-    plan: Plan, prepared: Prepared, played: Callable[[], Rehearsal]
+def peer_activation_sends(
+    plan: Plan, prepared: Prepared, played: Callable[[], SimulatedRanks]
 ) -> Iterator[Collective]:
     """Yield the sends of activations to a peer and back, once each for each such microbatch.
 
@@ -43,20 +47,20 @@ def parked_activations(
     away = t.pick(t.kind == Kind.EVICT)
     if axis is None or not len(away):
         return
-    parked, row = played().parked, _row(plan)
+    parked, row = played().partner_bytes, _row(plan)
     counts = Counter(zip(away.stage.tolist(), away.rank.tolist(), away.peer.tolist()))
     there = "forward", "activations to a peer"
     back = "backward", "activations to their owner"
     for (stage, *ends), count in sorted(counts.items()):
         size = parked[stage]
-        yield from there_and_back(axis, (ends[0], ends[1]), there, back, size, row, count=count)
+        yield from send_and_return(axis, (ends[0], ends[1]), there, back, size, row, count=count)
 
 
 def _row(plan: Plan) -> int | None:
     """Return the row that moves activations: of `offload`, or of the order."""
-    from schedlang.passes.partition.staging import on_peers
+    from schedlang.passes.partition.staging import peer_stores
 
-    rows = on_peers(plan, "activations") or plan.rows_changing(Facet.ORDER)
+    rows = peer_stores(plan, "activations") or plan.rows_changing(Facet.ORDER)
     return rows[0].row if rows else None
 
 
@@ -64,7 +68,7 @@ def _row(plan: Plan) -> int | None:
 
 
 T = TypeVar("T")
-ACTIVATIONS = "not estimated"
+NOT_ESTIMATED = "not estimated"
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,16 @@ class Account:
     places: tuple[int, ...]
     notes: tuple[str, ...]
     memory: tuple[RankMemory, ...] | None = None
-    gains: tuple[Gained, ...] = ()
+    gains: tuple[RowGain, ...] = ()
 
     @property
     def bubble(self) -> float | None:
         """The idle share of the pipeline's ranks at unit cost."""
-        from schedlang.pipeline.timeline.simulation import timing
+        from schedlang.pipeline.timeline.simulation import simulate_timeline
 
-        return None if self.timeline is None else float(timing(self.timeline).bubble)
+        return None if self.timeline is None else float(simulate_timeline(self.timeline).bubble)
 
-    def at(self, place: int | None) -> tuple[Collective, ...]:
+    def collectives_at(self, place: int | None) -> tuple[Collective, ...]:
         """Return the collectives in which a rank at one pipeline place takes part."""
         return tuple(
             one
@@ -109,7 +113,7 @@ class Account:
         classes, found = self.classes, self.collectives
         memory = self.memory
         return {
-            "activations": ACTIVATIONS if memory is None else max(m.activations for m in memory),
+            "activations": NOT_ESTIMATED if memory is None else max(m.activations for m in memory),
             "memory": None if memory is None else [one.to_json() for one in memory],
             "ranks": None if classes is None else [one.to_json() for one in classes],
             "collectives": None if found is None else [one.to_json() for one in found],
@@ -136,9 +140,9 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
-    from schedlang.runtime.kept_outside import kept_outside
+    from schedlang.runtime.global_state import restore_global_state
 
-    with kept_outside(plan.model.model, loss):
+    with restore_global_state(plan.model.model, loss):
         return _of_a_step(plan, batch, loss, weight, memory)
 
 
@@ -149,35 +153,38 @@ def _of_a_step(
     weight: Weight | None,
     memory: bool,
 ) -> Account:
-    from schedlang.passes.analyze import fewer_bits
+    from schedlang.passes.analyze import compressed_activations
+    from schedlang.passes.analyze.input_checks import add_forward_line
     from schedlang.passes.analyze.prepare import prepare
-    from schedlang.passes.analyze.taking import at_the_forward
-    from schedlang.passes.complete.complete import completed
-    from schedlang.passes.lower.dropout import drawn_logically
-    from schedlang.passes.partition.chains import told
-    from schedlang.runtime.batch import even, rows_of, sample_of
+    from schedlang.passes.complete.complete import complete_plan
+    from schedlang.passes.lower.dropout import why_logical
+    from schedlang.passes.partition.recomputed_chains import describe_chains
+    from schedlang.runtime.batch import largest_part, row_count, splits_evenly
 
-    plan = completed(plan, batch, loss)
-    with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.dealt, plan.micro)
+    plan = complete_plan(plan, batch, loss)
+    with add_forward_line(plan.model.model):
+        sample = largest_part(batch, plan.share_weights, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
-    if not even(batch, plan.dealt, plan.micro):
+    if not splits_evenly(batch, plan.share_weights, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
-    if why := drawn_logically(plan, prepared, rows_of(sample)):
+    if why := why_logical(plan, prepared, row_count(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")
-    played = cache(lambda: rehearse(plan, batch, loss, prepared))  # at most once
-    sent = collectives(plan, prepared, sample, loss)
-    parked, why = _try_simulation(lambda: [*parked_activations(plan, prepared, played)], _UNSENT)
+    played = cache(lambda: simulate_ranks(plan, batch, loss, prepared))  # at most once
+    sent = list_collectives(plan, prepared, sample, loss)
+    parked, why = _try_simulation(lambda: [*peer_activation_sends(plan, prepared, played)], _UNSENT)
     sent, notes = (*sent, *(parked or ())), [*notes, *([why] if why else [])]
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
     memories: tuple[RankMemory, ...] | None = None
-    gained: tuple[Gained, ...] = ()
+    gained: tuple[RowGain, ...] = ()
     if memory:
-        notes += [*told(plan, prepared.chains), *fewer_bits.told(plan, prepared.bits)]
-        gained = gains(plan, sample)
-        memories, why = _try_simulation(lambda: held(plan, prepared, played()), _UNTOLD)
+        notes += [
+            *describe_chains(plan, prepared.chains),
+            *compressed_activations.describe_bits(plan, prepared.bits),
+        ]
+        gained = count_gains(plan, sample)
+        memories, why = _try_simulation(lambda: memory_of_ranks(plan, prepared, played()), _UNTOLD)
         notes += [why] if why else []
         notes += dict.fromkeys(f"W703: {said}" for one in memories or () for said in one.left)
     staged = prepared.staged
@@ -195,9 +202,9 @@ def _of_a_step(
 
 def _try_simulation(play: Callable[[], T], said: str) -> tuple[T | None, str]:
     """Return the result of a simulated step; or None, and the reason why it cannot be simulated."""
-    from schedlang.runtime.comm.tap import free
+    from schedlang.runtime.comm.fake_rank import can_fake_rank
 
-    if not free():
+    if not can_fake_rank():
         return None, f"{said}: this process is a rank of a job, and cannot simulate others"
     try:
         return play(), ""
@@ -244,7 +251,7 @@ PEAK = "peak of the fullest rank"
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostChange:
     """One figure before and after; None where it is not counted."""
 
     name: str
@@ -258,9 +265,9 @@ class Cost:
 
     def __str__(self) -> str:
         if self.old == self.new:
-            return f"{self.name} unchanged ({self.said(self.new)})"
+            return f"{self.name} unchanged ({self.format(self.new)})"
         change = f" ({self.change})" if self.change else ""
-        return f"{self.name} {self.said(self.old)} -> {self.said(self.new)}{change}"
+        return f"{self.name} {self.format(self.old)} -> {self.format(self.new)}{change}"
 
     @property
     def change(self) -> str:
@@ -271,25 +278,25 @@ class Cost:
             return f"{100 * (self.new - self.old):+.1f} points"
         return f"{self.new / self.old - 1:+.1%}" if self.old else ""
 
-    def said(self, value: float | None) -> str:
+    def format(self, value: float | None) -> str:
         """Format a value of this figure."""
-        from schedlang.diagnostics.tables import size
+        from schedlang.diagnostics.tables import format_bytes
 
         if value is None:
             return "not counted"
         if self.unit == "bytes":
-            return size(int(value))
+            return format_bytes(int(value))
         return f"{value:.1%}" if self.unit == "share" else f"{value:g}"
 
 
-def delta(old: Account, new: Account) -> tuple[Cost, ...]:
+def compare_accounts(old: Account, new: Account) -> tuple[CostChange, ...]:
     """Compare bytes of the fullest rank at its peak (by class) and between steps, collectives, the
     bubble.
 
     A figure that neither plan has (the peak, where no memory was requested) is left out.
     """
     return tuple(
-        Cost(name, unit, before, after)
+        CostChange(name, unit, before, after)
         for (name, unit, before), (_, _, after) in zip(_figures(old), _figures(new))
         if not (name.startswith(PEAK) and before is None and after is None)
     )
@@ -297,7 +304,7 @@ def delta(old: Account, new: Account) -> tuple[Cost, ...]:
 
 def _peaks(one: Account) -> Iterator[tuple[str, str, float | None]]:
     """Yield the peak of the fullest rank, and its bytes by class at that moment."""
-    top = heaviest(one.memory) if one.memory else None
+    top = find_heaviest(one.memory) if one.memory else None
     yield PEAK, "bytes", None if top is None else top.peak
     for name in CLASSES:
         yield f"{PEAK}: {name}", "bytes", None if top is None else top.classes[name]
@@ -310,7 +317,7 @@ def _figures(one: Account) -> Iterator[tuple[str, str, float | None]]:
         most = None if classes is None else max(getattr(c, name) for c in classes)
         yield f"{name} per rank, at most", "bytes", most
     counted = one.collectives is not None
-    mine = [one.at(c.place) for c in classes or ()]
+    mine = [one.collectives_at(c.place) for c in classes or ()]
     yield (
         "collectives of a step per rank, at most",
         "times",

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Facts, Refusal, facts_of_unknown, suggest_name
 from schedlang.passes.simulate import nccl
 
 if TYPE_CHECKING:
     from schedlang.language.nodes import File
-    from schedlang.runtime.storage.footprint import Message, Work
+    from schedlang.runtime.storage.footprint import SegmentWork, TrafficMessage
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ class Cluster:
     linked, routed       share of `link` and `network` that rings of messages reach
     start, ramp          seconds of an operator in addition to its work; of a product in addition
     overlap              share of messages that computing of equal length hides
-    peaks                FLOPs a second in other dtypes, which `operator` does not use
+    peaks                FLOPs a second in other dtypes, which `operator_seconds` does not use
     library              "nccl", whose latencies and algorithms are modelled, or any other
     hop, far             for any other: seconds of each step of a ring within a node, between nodes
     low, reducing, plateau   for NCCL: see `Fabric`
@@ -71,7 +71,7 @@ class Cluster:
     plateau: float = 1.0
     host: float = 25e9  # PCI Express 4.0 of 16 lanes, less its headers
 
-    def of(self, rank: int) -> Cluster:
+    def device_of(self, rank: int) -> Cluster:
         """Return the device of a rank: all are equal."""
         return self
 
@@ -84,17 +84,17 @@ class Cluster:
         """The device that computes slowest: all are equal."""
         return self
 
-    def ordered(self, order: Sequence[int]) -> Cluster:
+    def in_order(self, order: Sequence[int]) -> Cluster:
         """Return the cluster itself: all nodes are equal."""
         return self
 
-    def holding(self, share: float) -> Cluster:
+    def with_memory_share(self, share: float) -> Cluster:
         """Return the cluster with a share of its memory."""
         return replace(self, memory=int(self.memory * share))
 
     # -- operators -----------------------------------------------------------------------------
 
-    def operator(self, kind: str, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: str, flops: float, moved: float) -> float:
         """Seconds of one operator: its start, and operations or bytes, whichever takes longer.
 
         Roofline (Williams et al. 2009) under the reached rates.  `kind` is product, attention or
@@ -104,20 +104,20 @@ class Cluster:
         bound = max(flops / (self.speed * reached), moved / (self.stream * self.streaming))
         return self.start + self.ramp * (kind == "product") + bound
 
-    def computing(self, work: Work, share: float = 1.0) -> float:
+    def computing_seconds(self, work: SegmentWork, share: float = 1.0) -> float:
         """Seconds of operators one after the other, on a share of their rows."""
         return sum(
-            often * self.operator(kind, flops * share, moved * share)
+            often * self.operator_seconds(kind, flops * share, moved * share)
             for (kind, flops, moved), often in work.operators.items()
         )
 
-    def copying(self, size: float) -> float:
+    def copy_seconds(self, size: float) -> float:
         """Seconds of a copy to the host, or back."""
         return size / self.host
 
     # -- messages ------------------------------------------------------------------------------
 
-    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+    def collective_seconds(self, op: str, size: float, ranks: int, stride: int) -> float:
         """Seconds of a collective among ranks at a distance of `stride`; 0 for one rank.
 
         `size` is bytes of the full tensor.  "send" is one message between neighbours; where any
@@ -126,14 +126,14 @@ class Cluster:
         each = max(1, min(ranks, self.node // stride))
         return self._sent(op, size, nccl.Ranks(ranks, math.ceil(ranks / each), each))
 
-    def sending(self, message: Message) -> float:
+    def message_seconds(self, message: TrafficMessage) -> float:
         """Seconds of one collective or message."""
         ranks = message.ranks if message.ends is None else message.ends
         nodes = Counter(rank // self.node for rank in ranks)
         lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
         return self._sent(message.op if message.ends is None else "send", message.bytes, lie)
 
-    def hidden(self, op: str, size: float, ranks: Sequence[int]) -> float:
+    def hidden_share(self, op: str, size: float, ranks: Sequence[int]) -> float:
         """Share of a message that computing of equal length hides."""
         return self.overlap
 
@@ -141,7 +141,7 @@ class Cluster:
         if ranks.count < 2:
             return 0.0
         if self.library == "nccl":
-            return nccl.seconds(op, size, ranks, self._fabric)
+            return nccl.collective_seconds(op, size, ranks, self._fabric)
         steps, share = _ring(op, ranks.count)
         step = self.hop if ranks.nodes == 1 else self.far
         if op == "all_to_all" and ranks.nodes > 1:  # each rank has its own network link
@@ -155,7 +155,7 @@ class Cluster:
         link, network = self.link * self.linked, self.network * self.routed
         return nccl.Fabric(link, network, self.low, self.reducing, self.plateau)
 
-    def bandwidth(self, ranks: Sequence[int]) -> float:
+    def ring_bandwidth(self, ranks: Sequence[int]) -> float:
         """Bytes a second along a ring of these ranks, by the data sheet.
 
         Across nodes every rank of a node has its own network link, and as many rings run as the
@@ -171,11 +171,11 @@ def _ring(op: str, ranks: int) -> tuple[int, float]:
 
     This is optimal for large tensors (Patarasuk and Yuan 2009).
     """
-    known = SHARES.get(op)
+    known = RING_COSTS.get(op)
     return (1, 1.0) if known is None else known(ranks)
 
 
-SHARES: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
+RING_COSTS: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
     "all_gather": lambda n: (n - 1, (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
@@ -187,10 +187,10 @@ SHARES: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
 # -- clusters by name, and of a file ---------------------------------------------------------------
 
 
-NEEDED = ("speed", "stream", "link", "network", "node", "memory")
-SHARED = ("product", "attention", "streaming", "linked", "routed", "overlap")  # at most 1
-TOML = ".toml"
-CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
+REQUIRED_FIELDS = ("speed", "stream", "link", "network", "node", "memory")
+SHARE_FIELDS = ("product", "attention", "streaming", "linked", "routed", "overlap")  # at most 1
+TOML_SUFFIX = ".toml"
+CALIBRATE_HELP = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
 
 
 def read_machines(path: Path) -> dict[str, Cluster]:
@@ -201,7 +201,7 @@ def read_machines(path: Path) -> dict[str, Cluster]:
     """
     _, tables = _tables(path)
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise unread(path, "a machine is a table, which its name begins: `[mine]`")
+        raise unreadable_file(path, "a machine is a table, which its name begins: `[mine]`")
     return {name.lower(): machine_of(path, name, table) for name, table in tables.items()}
 
 
@@ -211,7 +211,7 @@ def _tables(path: Path) -> tuple[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise unread(path, str(error)) from None
+        raise unreadable_file(path, str(error)) from None
 
 
 def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
@@ -219,12 +219,15 @@ def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
     known = [one.name for one in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known:
-            said, help_ = f"`{name}` has no field `{field}`", guess(field, known, "its fields are")
-            raise unread(path, said, help_, unknown(field, known))
+            said, help_ = (
+                f"`{name}` has no field `{field}`",
+                suggest_name(field, known, "its fields are"),
+            )
+            raise unreadable_file(path, said, help_, facts_of_unknown(field, known))
         if wrong := _wrong(field, value):
-            raise unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
-    if missing := [field for field in NEEDED if field not in table]:
-        raise unread(path, f"`{name}` lacks {', '.join(missing)}")
+            raise unreadable_file(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
+    if missing := [field for field in REQUIRED_FIELDS if field not in table]:
+        raise unreadable_file(path, f"`{name}` lacks {', '.join(missing)}")
     read = {field: _READ.get(field, float)(value) for field, value in table.items()}
     return Cluster(name.lower(), **read)
 
@@ -241,22 +244,22 @@ def _wrong(field: str, value: Any) -> str | None:
     if field == "node":
         good = isinstance(value, int) and _positive(value)
         return None if good else "a whole number above 0 is needed"
-    if not number(value) or value < 0:
+    if not is_number(value) or value < 0:
         return "a number is needed, not below 0"
-    if field in SHARED and value > 1:
+    if field in SHARE_FIELDS and value > 1:
         return "a share is at most 1"
-    if value == 0 and field in (*NEEDED, *SHARED[:-1], "low", "host"):
+    if value == 0 and field in (*REQUIRED_FIELDS, *SHARE_FIELDS[:-1], "low", "host"):
         return "a number above 0 is needed"
     return None
 
 
-def number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _positive(value: Any) -> bool:
-    return number(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def _bytes(value: Any) -> int:
@@ -278,8 +281,8 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def unread(
-    path: Path, why: str, help_: str = "", facts: Facts = (), legal: str = CALIBRATE
+def unreadable_file(
+    path: Path, why: str, help_: str = "", facts: Facts = (), legal: str = CALIBRATE_HELP
 ) -> Refusal:
     """Return the refusal of a file (S936)."""
     title = f"no machine can be read from `{path}`"
@@ -296,10 +299,10 @@ def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
     `mine.toml` is the single machine, or the first, of a file; or unequal nodes (`Nodes`), with all
     of their ranks.  Raises Refusal S936 where the file cannot be read.
     """
-    if device is not None and device.endswith(TOML):
+    if device is not None and device.endswith(TOML_SUFFIX):
         text, tables = _tables(Path(device))
         if isinstance(tables.get("node"), list):
-            from schedlang.passes.simulate.nodes import read_nodes
+            from schedlang.passes.simulate.node_cluster import read_nodes
 
             found = read_nodes(Path(device), text, tables)
             return found, found.ranks
@@ -320,18 +323,18 @@ def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:
 
     mesh = next((one for one in tree.items if isinstance(one, nodes.Mesh)), None)
     on = None if mesh is None else mesh.on
-    if mesh is not None and on is not None and on.endswith(TOML) and not Path(on).exists():
+    if mesh is not None and on is not None and on.endswith(TOML_SUFFIX) and not Path(on).exists():
         beside = Path(mesh.span.source.name).parent / on
         on = str(beside) if beside.exists() else on
     return cluster_named(on)
 
 
-REACHED = {"speed": ("product", "attention"), "link": ("linked",), "network": ("routed",)}
+SHARES_OF_FIELD = {"speed": ("product", "attention"), "link": ("linked",), "network": ("routed",)}
 
 
-def changed(cluster: Cluster, **given: float | None) -> Cluster:
+def with_figures(cluster: Cluster, **given: float | None) -> Cluster:
     """Replace the given figures that are not None; a given speed counts as reached, so its share is
     1."""
     mine = {name: value for name, value in given.items() if value is not None}
-    whole = {share: 1.0 for name in mine for share in REACHED.get(name, ())}
+    whole = {share: 1.0 for name in mine for share in SHARES_OF_FIELD.get(name, ())}
     return replace(cluster, **{**whole, **mine})  # type: ignore[arg-type]

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from schedlang.ir.features import Recomputing
-from schedlang.ir.memory import MOMENTS
+from schedlang.ir.memory import ADAMW_MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.holdings import gathers_of, sliced_names, slicing
+from schedlang.passes.analyze.holdings import gathers_of, sliced_names_by_unit, state_slicing
 from schedlang.passes.analyze.residence import tiers_of, window_bytes
-from schedlang.passes.propagate.casts import gathered_in
+from schedlang.passes.propagate.casts import gather_dtype
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
-    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.checkpointing.holdings import Holding
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Kind:
 
 
 def rank_classes(
-    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], moments: int = MOMENTS
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], moments: int = ADAMW_MOMENTS
 ) -> tuple[RankClass, ...]:
     """Return the bytes of each distinct kind of rank, in the order of their first rank.
 
@@ -82,7 +82,7 @@ def rank_classes(
     cost grows with distinct shapes, stages and shards, not with ranks.
     """
     mesh = plan.mesh
-    row, _ = slicing(plan)
+    row, _ = state_slicing(plan)
     axes = mesh.fold(row.axes) if row is not None else ()
     kinds = Counter(_kinds(plan, holdings, axes))
     places = mesh.size(staged.axis) if staged.axis is not None else 1
@@ -112,12 +112,12 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
     known: dict[object, tuple[tuple[int, int], ...]] = {}
     tiers = tiers_of(plan)
     for name, holding in holdings.items():
-        fact = plan.model.unique[name]
+        fact = plan.model.unique_parameters[name]
         key = (holding.layout, holding.sliced)
         if key not in known:
             known[key] = _sizes(plan, holding, axes)
-        storage = tiers[name].each if name in tiers else ("device",) * 3
-        coding = plan.model.coded(name)
+        storage = tiers[name].as_tuple if name in tiers else ("device",) * 3
+        coding = plan.model.coding_of(name)
         part = holding.layout.local_shape(plan.mesh) if coding is not None else ()
         coded = coding.bytes(part, fact.itemsize) if coding is not None else None
         yield _Kind(holding.stages, known[key], fact.itemsize, coded, fact.requires_grad, storage)
@@ -180,7 +180,7 @@ def _recomputed_together(plan: Plan) -> int:
     """Return the most modules that are recomputed as one region; under a memory limit all may
     be."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
-    sizes = [len(region) for action in rows for region in action.together]
+    sizes = [len(region) for action in rows for region in action.inseparable_groups]
     limited = (a for a, row in plan.rows_with(Recomputing) if row.budget is not None)
     return max([1, *sizes, *(len(action.sites) for action in limited)])
 
@@ -190,12 +190,12 @@ def gathered_bytes(
 ) -> int:
     """Return the bytes of parameters gathered from shards of equal size; `cast`: in the compute
     dtype."""
-    total, low = 0, gathered_in(plan, names) if cast else None
+    total, low = 0, gather_dtype(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
         shape = holdings[name].layout.local_shape(plan.mesh)
         rows = -(-shape[0] // count) * count  # as fully_shard pads
-        item = 2 if low is not None else plan.model.unique[name].itemsize
+        item = 2 if low is not None else plan.model.unique_parameters[name].itemsize
         total += rows * math.prod(shape[1:]) * item
     return total
 
@@ -208,12 +208,12 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
     one unit's.  A stage that rows of the timeline keep gathered is unsharded with its gradients,
     one at a time, with one unit in flight besides.
     """
-    row, _ = slicing(plan)
+    row, _ = state_slicing(plan)
     if row is None:
         return 0
     whole, held = [], 0
     for stage in staged.stages_at(place):
-        units = sliced_names(plan, staged, holdings, stage).values()
+        units = sliced_names_by_unit(plan, staged, holdings, stage).values()
         mine = [gathered_bytes(plan, holdings, names) for names in units]
         whole += mine
         if gathers_of(plan, staged, stage, place) is not None:

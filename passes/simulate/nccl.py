@@ -51,20 +51,20 @@ class Ranks:
 
 # seconds of each protocol (low, low128, simple): before the first byte, and of each step within
 # and between nodes
-BASE = {"tree": (6.8e-6, 14e-6, 8.4e-6), "ring": (6.6e-6, 14e-6, 8.4e-6)}
-WITHIN = {"tree": (0.6e-6, 1.25e-6, 4e-6), "ring": (0.6e-6, 1.9e-6, 3.4e-6)}
-BETWEEN = {"tree": (5e-6, 8.5e-6, 14e-6), "ring": (2.7e-6, 4e-6, 14e-6)}
-POST = (1e-6, 1e-6, 3e-6)  # minimal seconds of a step of a ring over nodes
-LOW_FAR = 20.4e9  # bytes a second, maximum of the low-latency protocol over nodes
+BASE_LATENCY = {"tree": (6.8e-6, 14e-6, 8.4e-6), "ring": (6.6e-6, 14e-6, 8.4e-6)}
+STEP_WITHIN = {"tree": (0.6e-6, 1.25e-6, 4e-6), "ring": (0.6e-6, 1.9e-6, 3.4e-6)}
+STEP_BETWEEN = {"tree": (5e-6, 8.5e-6, 14e-6), "ring": (2.7e-6, 4e-6, 14e-6)}
+MIN_RING_STEP = (1e-6, 1e-6, 3e-6)  # minimal seconds of a step of a ring over nodes
+LOW_NETWORK_RATE = 20.4e9  # bytes a second, maximum of the low-latency protocol over nodes
 SWITCH, SWITCH_FAR = 25e-6, 18e-6  # seconds before a switch reduces, and of a step between nodes
-FEW = 4  # up to so many ranks a switch is no quicker than a ring (NVIDIA/nccl #1455)
-FULL = 64 * 16  # bytes of each rank from which a ring's chunks are full, on 16 channels
+SWITCH_MIN_RANKS = 4  # up to so many ranks a switch is no quicker than a ring (NVIDIA/nccl #1455)
+FULL_CHUNK = 64 * 16  # bytes of each rank from which a ring's chunks are full, on 16 channels
 
 
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def seconds(op: str, size: float, ranks: Ranks, fabric: Fabric) -> float:
+def collective_seconds(op: str, size: float, ranks: Ranks, fabric: Fabric) -> float:
     """Seconds of a collective, or of one message.
 
     `size` is that of the full tensor: the result of an all_gather, the input of a reduce_scatter,
@@ -83,7 +83,7 @@ def _algorithms(op: str, size: float, ranks: Ranks, fabric: Fabric) -> Iterator[
     yield from _rings(op, size, ranks, fabric)
     if op == "all_reduce":
         yield from _trees(size, ranks, fabric)
-        if fabric.reducing and ranks.each > FEW:
+        if fabric.reducing and ranks.each > SWITCH_MIN_RANKS:
             yield _switch(size, ranks, fabric)
 
 
@@ -96,15 +96,17 @@ def _rings(op: str, size: float, ranks: Ranks, fabric: Fabric) -> Iterator[float
         "reduce_scatter": (n - 1, nodes - 1),
     }.get(op, (n, nodes - 1))
     full = fabric.ring(ranks)
-    low = min(full / 2, fabric.low if nodes == 1 else LOW_FAR)
+    low = min(full / 2, fabric.low if nodes == 1 else LOW_NETWORK_RATE)
     for protocol, moved in enumerate((low, full * 0.92, full)):
-        step = WITHIN["ring"][protocol]
+        step = STEP_WITHIN["ring"][protocol]
         if nodes > 1:
-            step = max(step, POST[protocol])
+            step = max(step, MIN_RING_STEP[protocol])
         latency = (
-            BASE["ring"][protocol] + (steps - far) * step + far * _between("ring", ranks)[protocol]
+            BASE_LATENCY["ring"][protocol]
+            + (steps - far) * step
+            + far * _between("ring", ranks)[protocol]
         )
-        if op == "all_reduce" and nodes > 1 and protocol == 2 and size / n >= FULL:
+        if op == "all_reduce" and nodes > 1 and protocol == 2 and size / n >= FULL_CHUNK:
             latency *= fabric.plateau
         yield latency + size * steps / n / moved
 
@@ -112,18 +114,18 @@ def _rings(op: str, size: float, ranks: Ranks, fabric: Fabric) -> Iterator[float
 def _trees(size: float, ranks: Ranks, fabric: Fabric) -> Iterator[float]:
     """Yield the seconds of two trees over nodes, up and down, with chains within a node."""
     full = fabric.ring(ranks) * 0.92
-    low = min(full / 3.8, fabric.low if ranks.nodes == 1 else LOW_FAR)
+    low = min(full / 3.8, fabric.low if ranks.nodes == 1 else LOW_NETWORK_RATE)
     middle = full * (7 / 9 if ranks.nodes == 1 else 120 / 128)
     inside = math.ceil(ranks.count / ranks.nodes) - 1
     depth = math.floor(math.log2(ranks.nodes))
     for protocol, moved in enumerate((low, middle, full)):
-        steps = inside * WITHIN["tree"][protocol] + depth * _between("tree", ranks)[protocol]
-        yield BASE["tree"][protocol] + 2 * steps + 2 * size / moved
+        steps = inside * STEP_WITHIN["tree"][protocol] + depth * _between("tree", ranks)[protocol]
+        yield BASE_LATENCY["tree"][protocol] + 2 * steps + 2 * size / moved
 
 
 def _between(kind: str, ranks: Ranks) -> tuple[float, float, float]:
     """Return the seconds of a step between nodes; with one rank in each nothing hides it."""
-    return BETWEEN["tree" if ranks.count == ranks.nodes else kind]
+    return STEP_BETWEEN["tree" if ranks.count == ranks.nodes else kind]
 
 
 def _switch(size: float, ranks: Ranks, fabric: Fabric) -> float:
@@ -142,8 +144,8 @@ def _switch(size: float, ranks: Ranks, fabric: Fabric) -> float:
 def _message(size: float, share: float, ranks: Ranks, fabric: Fabric) -> float:
     """Seconds of one message to a neighbour, with the simple protocol."""
     far = ranks.nodes > 1
-    step = BETWEEN["tree"][2] if far else WITHIN["ring"][2]
-    return BASE["ring"][2] + step + size * share / (fabric.network if far else fabric.link)
+    step = STEP_BETWEEN["tree"][2] if far else STEP_WITHIN["ring"][2]
+    return BASE_LATENCY["ring"][2] + step + size * share / (fabric.network if far else fabric.link)
 
 
 def _exchange(size: float, ranks: Ranks, fabric: Fabric) -> float:
@@ -152,6 +154,6 @@ def _exchange(size: float, ranks: Ranks, fabric: Fabric) -> float:
     if ranks.nodes == 1:
         return inside
     # peers take turns by nodes: each turn has the start of a message
-    turns = (ranks.nodes - 1) * WITHIN["ring"][2]
+    turns = (ranks.nodes - 1) * STEP_WITHIN["ring"][2]
     away = _message(size, (ranks.count - ranks.each) / ranks.count, Ranks(2, 2), fabric)
     return max(inside, away) + turns

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.tables import size, table
+from schedlang.diagnostics.tables import format_bytes, format_table
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.elaborate.rows import folded, shape_of
-from schedlang.passes.simulate.played_step import Step, alone
+from schedlang.passes.elaborate.rows import fold_names, shape_of
+from schedlang.passes.simulate.one_rank_step import SimulatedStep, build_one_rank
 
 if TYPE_CHECKING:
-    from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.runtime.initial.weights import Slice
+    from schedlang.passes.propagate.sharded_run import Loss
+    from schedlang.runtime.initial.weight_files import FileSlice
     from schedlang.runtime.program import Program
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A parameter or buffer on a rank: its full shape, and the shape of the local part."""
 
     name: str
@@ -46,11 +46,11 @@ class OneRank:
     rank: int
     world: int
     at: Mapping[str, int]
-    parameters: tuple[Held, ...]
-    buffers: tuple[Held, ...]
+    parameters: tuple[LocalTensor, ...]
+    buffers: tuple[LocalTensor, ...]
     modules: tuple[str, ...]
     groups: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-    slices: tuple[Slice, ...] | None = field(default=None)
+    slices: tuple[FileSlice, ...] | None = field(default=None)
 
     @property
     def bytes(self) -> int:
@@ -61,10 +61,13 @@ class OneRank:
         """Format as tables, with equal layers on one line."""
         place = ", ".join(f"{axis}={at}" for axis, at in self.at.items())
         count = f"{len(self.parameters)} parameters of {len(self.modules)} modules"
-        lines = [f"rank {self.rank} of {self.world}   {place}   {count}, {size(self.bytes)}", ""]
+        lines = [
+            f"rank {self.rank} of {self.world}   {place}   {count}, {format_bytes(self.bytes)}",
+            "",
+        ]
         rows = [("parameters", "", "whole", "part", "dtype", "bytes")]
         rows += [_row(those) for those in _group_equal_layers((*self.parameters, *self.buffers))]
-        lines += table(rows)
+        lines += format_table(rows)
         lines += ["", "groups"]
         for axes, ranks in self.groups:
             lines.append(f"  {', '.join(axes) or '-'}   {len(ranks)} ranks: {_ranks(ranks)}")
@@ -74,14 +77,16 @@ class OneRank:
 
     def _read(self) -> list[str]:
         assert self.slices is not None
-        by_file: dict[str, list[Slice]] = {}
+        by_file: dict[str, list[FileSlice]] = {}
         for one in self.slices:
             by_file.setdefault(one.file, []).append(one)
         total = sum(one.bytes for one in self.slices)
-        lines = [f"reads   {len(self.slices)} slices of {len(by_file)} files, {size(total)}"]
+        lines = [
+            f"reads   {len(self.slices)} slices of {len(by_file)} files, {format_bytes(total)}"
+        ]
         for file, those in sorted(by_file.items()):
             names = len({one.name for one in those})
-            held = size(sum(one.bytes for one in those))
+            held = format_bytes(sum(one.bytes for one in those))
             lines.append(f"  {file}   {len(those)} slices of {names} tensors, {held}")
         return lines
 
@@ -100,7 +105,7 @@ class OneRank:
         }
 
 
-def one_rank(
+def describe_rank(
     plan: Plan,
     batch: Mapping[str, Any],
     rank: int,
@@ -112,14 +117,14 @@ def one_rank(
     `batch` is that of a full step; `weights` files of safetensors for the values.  Raises Refusal
     S109 for a rank outside the mesh, S643 where the files do not match.
     """
-    from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.batch import largest_part
 
     if not 0 <= rank < plan.mesh.world:
         title = f"the mesh has ranks 0 to {plan.mesh.world - 1}, not {rank}"
         raise Refusal.of("S109", title, helps=("give one of them: `--rank 0`",))
-    sample = sample_of(batch, plan.dealt, plan.micro)
-    step = Step(plan, prepare(plan, sample, loss), sample, loss)
-    with alone(step, rank) as (program, tap):
+    sample = largest_part(batch, plan.share_weights, plan.micro)
+    step = SimulatedStep(plan, prepare(plan, sample, loss), sample, loss)
+    with build_one_rank(step, rank) as (program, tap):
         groups = {tuple(range(plan.mesh.world)), *(lane.ranks for lane in tap.lanes)}
         return OneRank(
             rank,
@@ -133,7 +138,7 @@ def one_rank(
 
 def _held(
     plan: Plan, program: Program
-) -> tuple[tuple[Held, ...], tuple[Held, ...], tuple[str, ...]]:
+) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], tuple[str, ...]]:
     """Return the parameters, the buffers, and the modules that own them."""
     a, rank, mesh = program.assembly, program.assembly.ranks.rank, plan.mesh
     parameters, buffers = [], []
@@ -147,15 +152,15 @@ def _held(
     return tuple(parameters), tuple(buffers), tuple(owners)
 
 
-def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -> Held:
-    from schedlang.runtime.storage.coded import coded_of
+def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -> LocalTensor:
+    from schedlang.runtime.storage.quantized_parameters import quantized_of
 
-    held = coded_of(value)
+    held = quantized_of(value)
     if held is not None:
         size = held.codes.nbytes + held.scales.nbytes
-        return Held(name, whole, part, held.coding.book.kind, size)
+        return LocalTensor(name, whole, part, held.coding.book.kind, size)
     dtype = str(value.dtype).removeprefix("torch.")
-    return Held(name, whole, part, dtype, math.prod(part) * value.element_size())
+    return LocalTensor(name, whole, part, dtype, math.prod(part) * value.element_size())
 
 
 def _axes(plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -164,46 +169,46 @@ def _axes(plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
     return tuple(name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1)
 
 
-def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
+def _slices(plan: Plan, program: Program, weights: Path) -> tuple[FileSlice, ...]:
     """Return the slices of files for this rank's parts before ZeRO shards them, as `build` reads
     them."""
     from dataclasses import replace
 
     import torch
 
-    from schedlang.runtime.initial.weights import Room, files_of
+    from schedlang.runtime.initial.weight_files import TargetPart, files_of
 
     model, mesh, rank = plan.model.base.model, plan.mesh, program.assembly.ranks.rank
     rooms = []
     for name, parameter in program.assembly.parameters.items():
-        if plan.model.drawn(name) is not None:
+        if plan.model.initializer_of(name) is not None:
             continue
         holding = replace(program.assembly.holdings[name], sliced=())
         shape = holding.local_shape(mesh, rank)
         part = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        original = plan.model.unique[name]
+        original = plan.model.unique_parameters[name]
         whole = torch.empty(tuple(original.shape), dtype=parameter.dtype, device="meta")
-        rooms.append(Room(original.names, whole, part, holding.part(mesh, rank)))
-    return files_of(weights, model).reads(rooms)
+        rooms.append(TargetPart(original.names, whole, part, holding.part(mesh, rank)))
+    return files_of(weights, model).plan_reads(rooms)
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _group_equal_layers(held: Sequence[Held]) -> list[list[Held]]:
+def _group_equal_layers(held: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
     """Group parameters and buffers of equal layers."""
-    found: dict[object, list[Held]] = {}
+    found: dict[object, list[LocalTensor]] = {}
     for one in held:
         found.setdefault((shape_of(one.name), one.whole, one.part, one.dtype), []).append(one)
     return list(found.values())
 
 
-def _row(those: Sequence[Held]) -> tuple[str, str, str, str, str, str]:
+def _row(those: Sequence[LocalTensor]) -> tuple[str, str, str, str, str, str]:
     first = those[0]
     layers = [int(found[0]) for one in those if (found := re.findall(r"\d+", one.name))]
     where = f"{layers[0]} to {layers[-1]}" if len(those) > 1 and layers else ""
-    name = folded([one.name for one in those])
-    total = size(sum(one.bytes for one in those))
+    name = fold_names([one.name for one in those])
+    total = format_bytes(sum(one.bytes for one in those))
     return f"  {name}", where, str([*first.whole]), str([*first.part]), first.dtype, total
 
 

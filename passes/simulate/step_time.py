@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.memory import STATE
 from schedlang.ir.plan import Plan
-from schedlang.pipeline.cost import UNIT_COST, Cost
+from schedlang.pipeline.cost import DEFAULT_COST, Cost
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.passes.simulate.memory import RankClass
-    from schedlang.passes.simulate.rehearse import Played, Rehearsal
+    from schedlang.passes.simulate.simulated_ranks import SimulatedRank, SimulatedRanks
     from schedlang.pipeline.timeline.table import Op, Timeline
-    from schedlang.runtime.storage.footprint import Message, Work
+    from schedlang.runtime.storage.footprint import SegmentWork, TrafficMessage
 
 # -- times that are given or measured --------------------------------------------------------------
 
 
-MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
-TAIL = ("reduce", "step")  # operations that run once, after the last backward
+MEASURE_HELP = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
+TAIL_OPERATIONS = ("reduce", "step")  # operations that run once, after the last backward
 
 
 @dataclass(frozen=True)
-class Took:
+class StepSeconds:
     """Seconds of one step, and words for how they were obtained."""
 
     seconds: float
@@ -59,7 +59,7 @@ class Measurement:
     slices: int
 
 
-def simulated_step(plan: Plan, given: Cost | Measurement) -> Took:
+def simulate_step(plan: Plan, given: Cost | Measurement) -> StepSeconds:
     """Simulate a step of the plan by the timeline of its order; sequentially without a pipeline.
 
     A `Cost` counts milliseconds, with equal stages.  Raises Refusal S608 for sizes that the order
@@ -71,23 +71,25 @@ def simulated_step(plan: Plan, given: Cost | Measurement) -> Took:
     return _by_cost(line, given) if isinstance(given, Cost) else _by_measure(plan, line, given)
 
 
-def _by_cost(line: Timeline, cost: Cost) -> Took:
-    from schedlang.pipeline.timeline.simulation import timing
+def _by_cost(line: Timeline, cost: Cost) -> StepSeconds:
+    from schedlang.pipeline.timeline.simulation import simulate_timeline
     from schedlang.pipeline.timeline.table import Kind
 
-    tail = [name for name in TAIL if not (line.kind == Kind[name.upper()]).any()]
+    tail = [name for name in TAIL_OPERATIONS if not (line.kind == Kind[name.upper()]).any()]
     once = sum(float(getattr(cost, name)) for name in tail)
-    span = float(timing(line, cost).makespan)
+    span = float(simulate_timeline(line, cost).makespan)
     said = ", ".join(f"{name}={float(getattr(cost, name.lower())):.4g}" for name in "FIW")
-    rest = ", ".join(f"{name}={float(getattr(cost, name)):.4g}" for name in ("comm", *TAIL))
+    rest = ", ".join(
+        f"{name}={float(getattr(cost, name)):.4g}" for name in ("comm", *TAIL_OPERATIONS)
+    )
     how = f"simulated with {said}, {rest} ms: {span:.4g} ms of microbatches, {once:.4g} ms after"
-    return Took((span + once) / 1e3, (how,))
+    return StepSeconds((span + once) / 1e3, (how,))
 
 
-def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
+def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> StepSeconds:
     import numpy as np
 
-    from schedlang.pipeline.timeline.simulation import timing
+    from schedlang.pipeline.timeline.simulation import simulate_timeline
     from schedlang.pipeline.timeline.table import Kind
 
     mine = (dict(plan.mesh.sizes), line.microbatches, line.slices)
@@ -98,9 +100,9 @@ def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
     if missing := sorted(f"{kind} of stage {s}" for (kind, s), t in known.items() if t is None):
         _unfit(f"it runs {', '.join(missing[:3])}", "without a measured time")
     costs = np.array([known[pair] for pair in pairs], dtype=np.float64)
-    span = float(timing(line, costs, given.transfer).makespan)
+    span = float(simulate_timeline(line, costs, given.transfer).makespan)
     how = f"simulated with measured times: {span * 1e3:.4g} ms of the pipeline"
-    return Took(span + given.rest, (f"{how}, {given.rest * 1e3:.4g} ms beside it",))
+    return StepSeconds(span + given.rest, (f"{how}, {given.rest * 1e3:.4g} ms beside it",))
 
 
 def _mean(means: Mapping[tuple[str, int], float], kind: str, stage: int) -> float | None:
@@ -119,10 +121,10 @@ def _ran(mesh: Mapping[str, int], micro: int, slices: int) -> str:
 def _unfit(plan: str, run: str) -> NoReturn:
     title = "the measured times are not those of this plan"
     notes = (f"the plan: {plan}", f"measured: {run}")
-    raise Refusal.of("S914", title, notes=notes, helps=(MEASURE,))
+    raise Refusal.of("S914", title, notes=notes, helps=(MEASURE_HELP,))
 
 
-def measurement(made: Any) -> Measurement:
+def read_measurement(made: Any) -> Measurement:
     """Read the output of `run --timeline --json`; raises KeyError, TypeError, ValueError or
     IndexError for anything else."""
     ran = made["pipeline"]
@@ -137,7 +139,11 @@ def measurement(made: Any) -> Measurement:
 # -- times on a cluster ----------------------------------------------------------------------------
 
 
-SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives of data parallelism
+DATA_PARALLEL_OPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+)  # collectives of data parallelism
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ class _Took:
         return _Took(self.computing + other.computing, self.sending + other.sending)
 
 
-def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluster) -> StepTime:
+def time_step(plan: Plan, prepared: Prepared, played: SimulatedRanks, cluster: Cluster) -> StepTime:
     """Time a step of a plan from the simulated steps of its ranks.
 
     Collectives between ranks that share their data block: the rank waits.  Gathers of parameters,
@@ -186,19 +192,19 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     """
     import numpy as np
 
-    from schedlang.pipeline.timeline.simulation import timing
+    from schedlang.pipeline.timeline.simulation import simulate_timeline
 
     line = _line(plan, prepared.staged)
     places = [one.place or 0 for one in played.classes]
-    found = dict(zip(places, map(played.of.__getitem__, played.classes)))
+    found = dict(zip(places, map(played.by_class.__getitem__, played.classes)))
     busy = [_NOTHING] * line.ranks
     ends, rests = [0.0] * line.ranks, [0.0] * line.ranks
     for worker in _pipelines(plan, prepared.staged, cluster):
-        clocks = [_Clock(plan, prepared.staged, found[at].of, *worker[at]) for at in worker]
-        by_op = [_times(one, at, found[at], played.parked) for at, one in enumerate(clocks)]
+        clocks = [_Clock(plan, prepared.staged, found[at].rank_class, *worker[at]) for at in worker]
+        by_op = [_times(one, at, found[at], played.partner_bytes) for at, one in enumerate(clocks)]
         took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
         transfer = max((one.transfer(found[at]) for at, one in enumerate(clocks)), default=0.0)
-        timed = timing(line, np.array([one.seconds for one in took]), transfer)
+        timed = simulate_timeline(line, np.array([one.seconds for one in took]), transfer)
         for at, clock in enumerate(clocks):
             rest = clock.rest(found[at])
             own = [one for rank, one in zip(line.rank.tolist(), took) if rank == at]
@@ -209,19 +215,19 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     return StepTime(max(map(sum, zip(ends, rests))), busiest.computing, busiest.sending)
 
 
-Worker = dict[int, "tuple[Cluster, int | None, float]"]  # place -> machine, first rank, rows
+RankPipeline = dict[int, "tuple[Cluster, int | None, float]"]  # place -> machine, first rank, rows
 
 
-def _pipelines(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]:
+def _pipelines(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[RankPipeline]:
     """Yield the pipelines with rows of their own.
 
     For each place: the machine of the ranks that wait for each other there, the first of these
     ranks, and the pipeline's rows as a share of the largest pipeline's.  On equal ranks the
     pipeline with most rows stands for all.
     """
-    from schedlang.passes.simulate.nodes import Nodes
+    from schedlang.passes.simulate.node_cluster import Nodes
 
-    mesh, axis, dealt = plan.mesh, staged.axis, plan.dealt
+    mesh, axis, dealt = plan.mesh, staged.axis, plan.share_weights
     if not isinstance(cluster, Nodes):
         yield dict.fromkeys(range(mesh.size(axis) if axis is not None else 1), (cluster, None, 1.0))
         return
@@ -232,10 +238,12 @@ def _pipelines(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]
         found.setdefault(part, {}).setdefault(at, []).append(rank)
     for part, ranks in found.items():
         share = 1.0 if isinstance(dealt, int) else dealt[part] / max(dealt)
-        yield {at: (cluster.at(some), some[0], share) for at, some in sorted(ranks.items())}
+        yield {at: (cluster.for_ranks(some), some[0], share) for at, some in sorted(ranks.items())}
 
 
-def lacking(plan: Plan, staged: Staged, found: Sequence[RankMemory], cluster: Cluster) -> int:
+def missing_memory(
+    plan: Plan, staged: Staged, found: Sequence[RankMemory], cluster: Cluster
+) -> int:
     """Return the most bytes that a rank needs beyond its device's memory; below 0 where all fit."""
     most = []
     for worker in _pipelines(plan, staged, cluster):
@@ -267,15 +275,15 @@ def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
 
 
 def _times(
-    clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
+    clock: _Clock, place: int, played: SimulatedRank, parked: Mapping[int, int]
 ) -> Mapping[Op, _Took]:
     """Time each operation of a place."""
-    from schedlang.passes.simulate.rehearse import in_order
+    from schedlang.passes.simulate.simulated_ranks import runs_in_order
 
     at = place if clock.staged.axis is not None else None
     known: dict[int, _Took] = {}
     found = {}
-    for op, run in in_order(clock.plan, clock.staged, at, played, parked):
+    for op, run in runs_in_order(clock.plan, clock.staged, at, played, parked):
         key = id(run)
         if key not in known:
             known[key] = clock.took(run.work)
@@ -297,26 +305,28 @@ class _Clock:
     first: int | None = None
     share: float = 1.0
 
-    def took(self, work: Work) -> _Took:
+    def took(self, work: SegmentWork) -> _Took:
         """Time an operation: computing, and waiting for communication."""
-        computing, waits = self.cluster.computing(work, self.share), 0.0
-        overlapped = self.cluster.copying(work.copied * self.share)
+        computing, waits = self.cluster.computing_seconds(work, self.share), 0.0
+        overlapped = self.cluster.copy_seconds(work.copied * self.share)
         can_hide = overlapped * self.cluster.overlap
         for message, often in work.messages.items():
             if self._between_stages(message) or message.op == "recv":
                 continue
             overlaps = self._overlaps(message)
-            here = self._here(message, self.share if message.op not in SUMS or not overlaps else 1)
-            seconds = often * self.cluster.sending(here)
+            here = self._here(
+                message, self.share if message.op not in DATA_PARALLEL_OPS or not overlaps else 1
+            )
+            seconds = often * self.cluster.message_seconds(here)
             if overlaps:
                 overlapped += seconds
-                can_hide += seconds * self.cluster.hidden(here.op, here.bytes, here.ranks)
+                can_hide += seconds * self.cluster.hidden_share(here.op, here.bytes, here.ranks)
             else:
                 waits += seconds
         hidden = can_hide * min(1.0, computing / overlapped) if overlapped else 0.0
         return _Took(computing, waits + overlapped - hidden)
 
-    def _here(self, message: Message, share: float = 1.0) -> Message:
+    def _here(self, message: TrafficMessage, share: float = 1.0) -> TrafficMessage:
         """Translate a message of the simulated rank to the message of the first of these ranks."""
         if self.first is None:
             return message
@@ -331,7 +341,7 @@ class _Clock:
         size = round(message.bytes * share)
         return replace(message, ranks=tuple(map(moved, message.ranks)), ends=ends, bytes=size)
 
-    def rest(self, played: Played) -> _Took:
+    def rest(self, played: SimulatedRank) -> _Took:
         """Time the operations after the last backward.
 
         An optimizer updates many parameters in one kernel: starts of operators are left out.
@@ -339,11 +349,11 @@ class _Clock:
         found, ready = _NOTHING, replace(self.cluster, start=0.0)
         for run in played.rest:
             sent = sum(
-                often * self.cluster.sending(self._here(message))
+                often * self.cluster.message_seconds(self._here(message))
                 for message, often in run.work.messages.items()
                 if message.op != "recv"
             )
-            found += _Took(ready.computing(run.work), sent)
+            found += _Took(ready.computing_seconds(run.work), sent)
         return _Took(found.computing + self._hosted(), found.sending)
 
     def _hosted(self) -> float:
@@ -356,39 +366,41 @@ class _Clock:
         from schedlang.runtime.storage.tiers import CPU
 
         of = self.of
-        if not of.cpu or not any(one.each[2] == CPU for one in tiers_of(self.plan).values()):
+        if not of.cpu or not any(one.as_tuple[2] == CPU for one in tiers_of(self.plan).values()):
             return 0.0
         share = of.cpu / (of.cpu + of.optimizer)
-        return self.cluster.copying(2 * of.cpu + share * (2 * of.gradients + 3 * of.parameters))
+        return self.cluster.copy_seconds(
+            2 * of.cpu + share * (2 * of.gradients + 3 * of.parameters)
+        )
 
-    def transfer(self, played: Played) -> float:
+    def transfer(self, played: SimulatedRank) -> float:
         """Return the longest time that one operation sends to another stage."""
         works = [run.work for runs in played.ops.values() for run in runs]
         return max((self._transfer(work) for work in works), default=0.0)
 
-    def _transfer(self, work: Work) -> float:
+    def _transfer(self, work: SegmentWork) -> float:
         return sum(
-            often * self.cluster.sending(self._here(message, self.share))
+            often * self.cluster.message_seconds(self._here(message, self.share))
             for message, often in work.messages.items()
             if message.op != "recv" and self._between_stages(message)
         )
 
-    def _between_stages(self, message: Message) -> bool:
+    def _between_stages(self, message: TrafficMessage) -> bool:
         axis = self.staged.axis
         if axis is None or message.ends is None:
             return False
         first, second = (self.plan.mesh.coordinates(rank)[axis] for rank in message.ends)
         return first != second
 
-    def _overlaps(self, message: Message) -> bool:
+    def _overlaps(self, message: TrafficMessage) -> bool:
         """Return whether a message overlaps with computing: ring sends, gathers of parameters,
         gradient reductions."""
         if message.ends is not None:
             return True
         replicas = {axis for row in self.plan.replicas for axis in self.plan.mesh.fold(row.axes)}
-        return message.op in SUMS and self._axes_of(message) <= replicas
+        return message.op in DATA_PARALLEL_OPS and self._axes_of(message) <= replicas
 
-    def _axes_of(self, message: Message) -> set[str]:
+    def _axes_of(self, message: TrafficMessage) -> set[str]:
         """Return the axes along which the ranks of a message differ."""
         first, *others = map(self.plan.mesh.coordinates, message.ranks)
         return {axis for other in others for axis in other if other[axis] != first[axis]}
@@ -397,11 +409,11 @@ class _Clock:
 # -- costs of stages from FLOPs and bytes alone ----------------------------------------------------
 
 
-MS = 1000.0
+MS_PER_SECOND = 1000.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class RankRates:
     """Rates of a rank and a link: FLOPs and bytes a second.
 
     slower  for each pipeline place: how much slower its ranks are; () where all are equally fast
@@ -409,25 +421,25 @@ class Machine:
 
     speed: float
     bandwidth: float
-    slower: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
 
-def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
+def place_slowdowns(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
     """Return how much slower the slowest rank of each place is than the fastest of all; () for
     equal ranks, or too few for the mesh."""
-    from schedlang.passes.simulate.nodes import Nodes
+    from schedlang.passes.simulate.node_cluster import Nodes
 
     if not isinstance(cluster, Nodes) or not plan.cuts or cluster.ranks < plan.mesh.world:
         return ()
     speeds: dict[int, float] = {}
     for rank in range(plan.mesh.world):
-        one, at = cluster.of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
+        one, at = cluster.device_of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
         speeds[at] = min(speeds.get(at, math.inf), one.speed * one.product)
     return tuple(max(speeds.values()) / speeds[at] for at in sorted(speeds))
 
 
 @dataclass(frozen=True)
-class Estimate:
+class PipelineEstimate:
     """A plan's timeline and its costs, times in milliseconds; `notes` say how they were
     obtained."""
 
@@ -436,9 +448,9 @@ class Estimate:
     notes: tuple[str, ...]
 
 
-def estimated(
-    plan: Plan, batch: Mapping[str, Any] | None, loss: Callable[..., Any] | None, machine: Machine
-) -> Estimate:
+def estimate_pipeline(
+    plan: Plan, batch: Mapping[str, Any] | None, loss: Callable[..., Any] | None, machine: RankRates
+) -> PipelineEstimate:
     """Estimate the costs of a plan's pipeline, given the keyword arguments of one full step.
 
     Without a batch stages are unknown, and all cost one unit.  Raises Refusal where the plan cannot
@@ -449,32 +461,32 @@ def estimated(
     if batch is None:
         line = timeline_of(plan)
         note = "nothing: the model file has no batch to count with; every stage costs the same"
-        return Estimate(line, UNIT_COST, (note,))
+        return PipelineEstimate(line, DEFAULT_COST, (note,))
     from schedlang.passes.propagate.propagate import propagate
-    from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.batch import largest_part
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = sample_of(batch, plan.dealt, micro)
+    sample = largest_part(batch, plan.share_weights, micro)
     staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
     cost, notes = _cost(staged, machine)
-    return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)
+    return PipelineEstimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)
 
 
-def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
+def _cost(staged: Staged, machine: RankRates) -> tuple[Cost, tuple[str, ...]]:
     from schedlang.passes.simulate.traffic import tensor_bytes
 
     cut, ranks, leaves = staged.cut, staged.timeline.ranks, staged.cut.graph.leaves
     flops, saved = (
         [sum(of_unit[unit] for unit in cut.units(stage)) for stage in range(cut.stages)]
-        for of_unit in (cut.graph.flops, cut.graph.saved)
+        for of_unit in (cut.graph.flops, cut.graph.saved_bytes)
     )
-    slow = machine.slower or (1.0,) * ranks
+    slow = machine.slowdowns or (1.0,) * ranks
     flops = [round(size * slow[place]) for size, place in zip(flops, staged.ranks)]
     if not sum(flops):
         note = "nothing: no operation of this model has a known number of floating-point operations"
-        return UNIT_COST, (note,)
+        return DEFAULT_COST, (note,)
     once = sum(flops) / ranks
-    time = once / machine.speed * MS
+    time = once / machine.speed * MS_PER_SECOND
     sent = {
         edge: sum(tensor_bytes(one.shape, one.dtype) for one in map(leaves.__getitem__, tokens))
         for edge, tokens in cut.routes.items()
@@ -484,10 +496,10 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
         f=time,
         i=time,
         w=time,
-        comm=longest / machine.bandwidth * MS,
+        comm=longest / machine.bandwidth * MS_PER_SECOND,
         shares=tuple(Fraction(n) for n in flops),
         held=tuple(Fraction(n) for n in saved) if sum(saved) else None,
-        between={edge: size / machine.bandwidth * MS for edge, size in sent.items()},
+        between={edge: size / machine.bandwidth * MS_PER_SECOND for edge, size in sent.items()},
     )
     return cost, (
         f"F from {_si(once)}FLOP of a microbatch on one rank's share, at "
@@ -499,11 +511,11 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
     )
 
 
-def _slow(machine: Machine) -> tuple[str, ...]:
-    slow = max(machine.slower, default=1.0)
+def _slow(machine: RankRates) -> tuple[str, ...]:
+    slow = max(machine.slowdowns, default=1.0)
     if slow == 1:
         return ()
-    places = ", ".join(str(at) for at, one in enumerate(machine.slower) if one == slow)
+    places = ", ".join(str(at) for at, one in enumerate(machine.slowdowns) if one == slow)
     return (f"ranks of place {places} are {slow:.3g} times slower than the quickest",)
 
 

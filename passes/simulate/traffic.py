@@ -13,30 +13,30 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.features import Lowered
-from schedlang.ir.memory import MOMENTS
+from schedlang.ir.memory import ADAMW_MOMENTS
 from schedlang.ir.placement import P, Placement, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import (
     Reduction,
-    gathers,
+    gathers_by_place,
     reductions,
-    sliced_names,
-    sliced_over,
-    slicing,
+    sliced_names_by_unit,
+    slicing_axes_of,
+    state_slicing,
 )
 from schedlang.passes.analyze.residence import state_rounds
-from schedlang.passes.lower.build import code
-from schedlang.passes.partition.chains import Skeleton
-from schedlang.passes.partition.staging import Staged, on_peers
+from schedlang.passes.lower.build import compress_activations
+from schedlang.passes.partition.recomputed_chains import Skeleton
+from schedlang.passes.partition.staging import Staged, peer_stores
 from schedlang.passes.propagate.propagate import backward_root
-from schedlang.passes.simulate.equal_sends import Exchange, of_all, unit_kinds
+from schedlang.passes.simulate.equal_units import Exchange, expand_to_all, unit_kinds
 from schedlang.passes.simulate.memory import gathered_bytes
 
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.runtime.sharding.shard import Edge
+    from schedlang.passes.propagate.sharded_run import Loss
+    from schedlang.runtime.sharding.edges import Edge
 
 # -- collectives as values -------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ class Collective:
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
 
 
-Words = tuple[str, str]  # a phase, and words for the tensor
+PhaseAndTensor = tuple[str, str]  # a phase, and words for the tensor
 
 
-def there_and_back(
+def send_and_return(
     axis: str,
     ends: tuple[int, int],
-    there: Words,
-    back: Words | None,
+    there: PhaseAndTensor,
+    back: PhaseAndTensor | None,
     size: int,
     row: int | None,
     *,
@@ -98,7 +98,7 @@ def there_and_back(
 
 
 @dataclass(frozen=True)
-class Context:
+class TrafficContext:
     """A plan with its prepared facts, for counting."""
 
     plan: Plan
@@ -129,7 +129,9 @@ class Context:
             return [(None, self.plan.micro)]
         found: dict[int, set[int]] = {}
         for place in self.prepared.staged.places(stage):
-            found.setdefault(self.prepared.staged.microbatches(stage, place), set()).add(place)
+            found.setdefault(self.prepared.staged.count_microbatches(stage, place), set()).add(
+                place
+            )
         return [(frozenset(places), count) for count, places in found.items()]
 
 
@@ -138,7 +140,7 @@ class Context:
 
 Message = tuple[str, str, int, str]  # kind, content in words ("": gradients), bytes, module
 
-CODED = {  # names of contents in runtime/grad_reduction/compressed.py -> kind, words
+COMPRESSED_MESSAGES = {  # names of contents in runtime/grad_reduction/compressed.py -> kind, words
     "there": ("all-reduce", "which grads there are"),
     "small": ("all-reduce", "grads"),
     "p": ("all-reduce", "grads, low rank"),
@@ -148,14 +150,14 @@ CODED = {  # names of contents in runtime/grad_reduction/compressed.py -> kind, 
 }
 
 
-def messages(
+def reduction_messages(
     plan: Plan, prepared: Prepared, one: Reduction, place: int | None
 ) -> Iterator[Message]:
     """Yield the messages of one reduction at a pipeline place; sizes are full, as they arrive."""
     rank, staged, holdings = 0, prepared.staged, prepared.holdings
     if place is not None and staged.axis is not None:
         rank = plan.mesh.member(0, staged.axis, place)
-    names = [n for n in one.names if holdings[n].held(plan.mesh, rank)]
+    names = [n for n in one.names if holdings[n].is_held(plan.mesh, rank)]
     shapes = [holdings[n].local_shape(plan.mesh, rank) for n in names]
     if one.kind == "compressed":
         yield from _coded(plan, one, names, shapes)
@@ -171,12 +173,12 @@ def _buckets(
 
     A bucket has one more number for each parameter.
     """
-    from schedlang.runtime.grad_reduction.gradient import buckets
+    from schedlang.runtime.grad_reduction.gradient import bucket_indices
 
-    facts = [plan.model.unique[n] for n in names]
+    facts = [plan.model.unique_parameters[n] for n in names]
     counts = [math.prod(shape) for shape in shapes]
     sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
-    for bucket in buckets(sizes, bytes_):
+    for bucket in bucket_indices(sizes, bytes_):
         elements = sum(counts[k] for k in bucket) + len(bucket)
         owners = [plan.model.owner(names[k]).fqn for k in bucket]
         yield elements * facts[bucket[0]].itemsize, _common(owners)
@@ -189,10 +191,10 @@ def _coded(
 
     how = plan.compression
     assert how is not None
-    sizes = [plan.model.unique[n].itemsize for n in names]
+    sizes = [plan.model.unique_parameters[n].itemsize for n in names]
     found = message_bytes(how.codec, list(zip(shapes, sizes)), plan.mesh.size(one.axes))
     for what, size in found.items():
-        kind, words = CODED[what]
+        kind, words = COMPRESSED_MESSAGES[what]
         yield kind, words, size, ""
 
 
@@ -210,8 +212,8 @@ def _common(owners: list[str]) -> str:
 # -- within the forward and backward of a microbatch -----------------------------------------------
 
 
-def activations(
-    context: Context, batch: Mapping[str, Any], loss: Loss | None
+def module_collectives(
+    context: TrafficContext, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
     """Yield the collectives around modules, each as often as its module runs."""
     traced = context.prepared.traced
@@ -242,40 +244,46 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 
 
 def _record_exchanges(
-    context: Context, batch: Mapping[str, Any], loss: Loss | None
+    context: TrafficContext, batch: Mapping[str, Any], loss: Loss | None
 ) -> list[Exchange]:
     """Record the sends of a microbatch: the sharded model on meta, with its recomputation.
 
     Of equal units two are run; all, if it turns out that they are not called, or do not send,
     equally.
     """
-    from schedlang.runtime.tracing.equal_units import Unlike
+    from schedlang.runtime.tracing.equal_units import DifferentUnits
 
     kinds = unit_kinds(context.plan, context.prepared)
     if kinds:
-        with suppress(Unlike):
+        with suppress(DifferentUnits):
             recorded, reached = _run_and_record(context, batch, loss, kinds)
-            found = of_all(recorded, kinds, reached)
+            found = expand_to_all(recorded, kinds, reached)
             if found is not None:
                 return found
     return _run_and_record(context, batch, loss, {})[0]
 
 
 def _run_and_record(
-    context: Context, batch: Mapping[str, Any], loss: Loss | None, kinds: Mapping[str, object]
+    context: TrafficContext,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    kinds: Mapping[str, object],
 ) -> tuple[list[Exchange], Mapping[str, object]]:
     """Run once; return the exchanges in order (those of a skipped unit as one), and the results of
     each unit that backward has reached."""
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.context import about_its_row, on_its_tokens
-    from schedlang.runtime.comm.collectives import Group, listening
+    from schedlang.passes.propagate.sequence_trials import (
+        first_rank_inputs,
+        refusals_at_context_row,
+    )
+    from schedlang.runtime.comm.collectives import Group, listen_to_collectives
     from schedlang.runtime.tracing.equal_units import EqualUnits
-    from schedlang.runtime.tracing.meta import without_values
+    from schedlang.runtime.tracing.meta_runs import without_values
 
     plan = context.plan
     model = local_skeleton(plan, context.prepared.traced)
     model.train()
-    at_skeleton(plan, model, context.prepared)
+    lower_skeleton(plan, model, context.prepared)
     exchanges: list[Exchange] = []
     backward = False
 
@@ -286,9 +294,14 @@ def _run_and_record(
         exchanges.append(Exchange("", (), 0, name, backward))
 
     units = EqualUnits(model, kinds, passed)
-    batch, within_shard = on_its_tokens(plan, model, context.prepared.tokens, batch)
+    batch, within_shard = first_rank_inputs(plan, model, context.prepared.tokens, batch)
     # a model may read values of masks, and so does the backward of an index by a mask
-    with about_its_row(plan), listening(listen), within_shard, without_values(batch) as (inputs, _):
+    with (
+        refusals_at_context_row(plan),
+        listen_to_collectives(listen),
+        within_shard,
+        without_values(batch) as (inputs, _),
+    ):
         with units.using():
             value = backward_root(model, inputs, loss)
         backward = True
@@ -297,7 +310,7 @@ def _run_and_record(
     return exchanges, units.reached
 
 
-def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
+def lower_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
     """Apply rows that change what a local model on meta saves (recomputed, coded) or the order of
     sends.
 
@@ -309,8 +322,8 @@ def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
         if action.changes(Facet.RECOMPUTE, Facet.ORDER) or coded:
             for target in plan.targets(action):
                 row.lower(target, at)
-    for one in plan.kept:
-        code(one, at, at.bits)
+    for one in plan.activation_codings:
+        compress_activations(one, at, at.bits)
 
 
 # (from, to) -> kind in forward, kind in backward; at an entry backward only where ranks differ
@@ -331,7 +344,7 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
 
 
-def _what(context: Context, one: Exchange) -> str:
+def _what(context: TrafficContext, one: Exchange) -> str:
     """Name the tensor of its module that an exchange moves."""
     traced, plan = context.prepared.traced, context.plan
     if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
@@ -339,11 +352,11 @@ def _what(context: Context, one: Exchange) -> str:
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
         return "statistics" if traced.statistics is not None else "activation"
-    if edge.told is not None and one.kind in _ROUTED:
+    if edge.variant is not None and one.kind in _ROUTED:
         return _ROUTED[one.kind] + (" grads" if one.backward else "s")
     enters, leaves = _ends(edge)
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
-    if edge.head and not one.backward and not entry:
+    if edge.is_head and not one.backward and not entry:
         return "loss"
     if one.kind not in (*enters, *leaves):  # within the module
         return "parts, backward" if one.backward else "parts"
@@ -354,24 +367,28 @@ def _what(context: Context, one: Exchange) -> str:
 
 
 def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
-    from schedlang.runtime.sharding.shard import switches
+    from schedlang.runtime.sharding.edges import is_all_to_all
 
     def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
-        if switches(a, b):
+        if is_all_to_all(a, b):
             return "all-to-all", "all-to-all"
         found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
         return found
 
-    forward, backward = kinds(_ENTRY, edge.arrives, edge.wants)
-    needed = edge.differ or not isinstance(edge.arrives, Replicate | S) or edge.wants != Replicate()
+    forward, backward = kinds(_ENTRY, edge.input_before, edge.input_after)
+    needed = (
+        edge.differ
+        or not isinstance(edge.input_before, Replicate | S)
+        or edge.input_after != Replicate()
+    )
     enters = (forward, backward if needed else "")
-    return enters, kinds(_EXIT, edge.computes, edge.leaves)
+    return enters, kinds(_EXIT, edge.output_before, edge.output_after)
 
 
 # -- all of a step ---------------------------------------------------------------------------------
 
 
-def collectives(
+def list_collectives(
     plan: Plan, prepared: Prepared, batch: Mapping[str, Any], loss: Loss | None = None
 ) -> tuple[Collective, ...]:
     """List all collectives of a step; `batch` is one microbatch, the one that `prepared` was made
@@ -379,9 +396,9 @@ def collectives(
 
     Sizes are those of that microbatch; smaller ones send less.
     """
-    context, staged = Context(plan, prepared), prepared.staged
+    context, staged = TrafficContext(plan, prepared), prepared.staged
     found = [
-        *(_by_slice(one, staged) for one in activations(context, batch, loss)),
+        *(_by_slice(one, staged) for one in module_collectives(context, batch, loss)),
         *(_by_slice(one, staged) for one in _transfers(context, batch)),
         *_slices(context),
         *_sums(context),
@@ -393,7 +410,7 @@ def collectives(
         flags = sum(
             bool(holding.sliced) for holding in prepared.holdings.values()
         )  # one flag for each sharded parameter: was it used?
-        flags += plan.scaled is not None  # one flag: did any rank's gradients overflow?
+        flags += plan.loss_scaling is not None  # one flag: did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
@@ -408,7 +425,7 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 # -- between stages, and over data-parallel ranks ----------------------------------------------
 
 
-def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
+def _transfers(context: TrafficContext, batch: Mapping[str, Any]) -> Iterator[Collective]:
     """Yield the sends between stages of different ranks, one for each value."""
     staged = context.prepared.staged
     local = context.prepared.tokens.sizes(batch) if context.prepared.tokens is not None else tuple
@@ -422,7 +439,7 @@ def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collectiv
 
 
 def _sent(
-    context: Context,
+    context: TrafficContext,
     token: tuple[int, int],
     edge: tuple[int, int],
     replica: int,
@@ -433,11 +450,11 @@ def _sent(
     assert staged.axis is not None
     ends = [staged.homes[replica][stage] for stage in edge]
     leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
-    count = staged.microbatches(edge[0], ends[0], replica)
+    count = staged.count_microbatches(edge[0], ends[0], replica)
     there = "forward", f"to stage {edge[1]}"
     back = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
     size, row = tensor_bytes(local(leaf.shape), leaf.dtype), context.row(Facet.STAGE)
-    yield from there_and_back(
+    yield from send_and_return(
         staged.axis, (ends[0], ends[1]), there, back, size, row, fqn=fqn, count=count
     )
 
@@ -450,11 +467,11 @@ def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
     return math.prod(shape) * kind.itemsize
 
 
-def _states(context: Context) -> Iterator[Collective]:
+def _states(context: TrafficContext) -> Iterator[Collective]:
     """Yield the sends of optimizer state on a peer: to its owner before the step, and back
     after."""
     staged, plan = context.prepared.staged, context.plan
-    row = next((one.row for one in on_peers(plan, "optimizer")), None)
+    row = next((one.row for one in peer_stores(plan, "optimizer")), None)
     if staged.axis is None or row is None:
         return
     places = plan.mesh.size(staged.axis)
@@ -462,10 +479,12 @@ def _states(context: Context) -> Iterator[Collective]:
         rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
         for size in state_rounds(plan, context.prepared.holdings, rank):
             there, back = ("step", "state to a peer"), ("step", "state to its owner")
-            yield from there_and_back(staged.axis, (place, after), there, back, size * MOMENTS, row)
+            yield from send_and_return(
+                staged.axis, (place, after), there, back, size * ADAMW_MOMENTS, row
+            )
 
 
-def _slices(context: Context) -> Iterator[Collective]:
+def _slices(context: TrafficContext) -> Iterator[Collective]:
     """Yield gathers of parameter shards and reductions of their gradients, unit by unit.
 
     As in runtime/grad_reduction/zero.py: parameters are gathered once a step, or for every forward
@@ -474,16 +493,18 @@ def _slices(context: Context) -> Iterator[Collective]:
     shards are reduced once a step, as all other reductions are.
     """
     plan, staged = context.plan, context.prepared.staged
-    row, _ = slicing(plan)
+    row, _ = state_slicing(plan)
     if row is None:
         return
     line = context.row(Facet.STATE)
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
-    found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
+    found = [(c[0], *often) for c in copies for often in gathers_by_place(plan, staged, *c)]
     for stage, places, forwards, backwards in found:
-        for fqn, names in sliced_names(plan, staged, context.prepared.holdings, stage).items():
-            trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
-            axes = sliced_over(context.prepared.holdings, names)
+        for fqn, names in sliced_names_by_unit(
+            plan, staged, context.prepared.holdings, stage
+        ).items():
+            trained = tuple(n for n in names if plan.model.unique_parameters[n].requires_grad)
+            axes = slicing_axes_of(context.prepared.holdings, names)
             size = gathered_bytes(plan, context.prepared.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.prepared.holdings, trained)
             times = backwards if row.stage > 1 else 1
@@ -501,24 +522,24 @@ def _slices(context: Context) -> Iterator[Collective]:
 
 # -- after the last backward -------------------------------------------------------------------
 
-FACETS = {
+REDUCTION_FACETS = {
     "partial": Facet.PLACEMENT,
     "tied": Facet.STAGE,
     "replicas": Facet.STATE,
     "compressed": Facet.STATE,
 }
-WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
+REDUCTION_WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
 
 
-def _sums(context: Context) -> Iterator[Collective]:
+def _sums(context: TrafficContext) -> Iterator[Collective]:
     """Yield gradient reductions in buckets, which differ by stage."""
     plan, staged = context.plan, context.prepared.staged
     places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
     for one in reductions(plan, context.prepared.traced, context.prepared.holdings):
-        row = context.row(FACETS[one.kind])
+        row = context.row(REDUCTION_FACETS[one.kind])
         for place in places:
             if one.stages is None or place in one.stages:
                 at = None if place is None else frozenset([place])
-                for kind, what, size, fqn in messages(plan, context.prepared, one, place):
-                    words = what or WORDS[one.kind]
+                for kind, what, size, fqn in reduction_messages(plan, context.prepared, one, place):
+                    words = what or REDUCTION_WORDS[one.kind]
                     yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)

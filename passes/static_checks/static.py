@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.input_checks import add_forward_line
 from schedlang.passes.analyze.prepare import Prepared, prepare
-from schedlang.passes.analyze.taking import at_the_forward
-from schedlang.passes.simulate.played_step import Step
-from schedlang.passes.static_checks.claim import Claim
-from schedlang.passes.static_checks.gradients import gradients, ledger, types
-from schedlang.passes.static_checks.owners import owners, weights
-from schedlang.passes.static_checks.roles import (
-    Booked,
-    Role,
-    executed,
-    matching,
-    planned,
-    roles,
-    slices,
+from schedlang.passes.simulate.one_rank_step import SimulatedStep
+from schedlang.passes.static_checks.claims import Claim
+from schedlang.passes.static_checks.gradients import check_reductions, check_types, infer_gradients
+from schedlang.passes.static_checks.ownership import check_owners, check_weights
+from schedlang.passes.static_checks.rank_steps import (
+    GradientSum,
+    RankStep,
+    check_matching,
+    executed_sums,
+    planned_sums,
+    simulate_ranks,
+    sliced_sums,
 )
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Diagnostic
-    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.sharded_run import Loss
 
 UNSEEN = (
     "values: nothing is computed; whether calls compute the right values is for `verify`",
@@ -57,31 +57,33 @@ def static(
 
     Raises Refusal if the plan cannot be built for this batch.
     """
-    from schedlang.runtime.batch import sample_of
-    from schedlang.runtime.kept_outside import kept_outside
+    from schedlang.runtime.batch import largest_part
+    from schedlang.runtime.global_state import restore_global_state
 
-    if plan.kept:  # the same tensors, except for rounding
-        found = static(replace(plan, kept=()), batch, loss, weight)
+    if plan.activation_codings:  # the same tensors, except for rounding
+        found = static(replace(plan, activation_codings=()), batch, loss, weight)
         return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
     if plan.compression is not None:  # the same sums, except for the codec
         found = static(replace(plan, compression=None), batch, loss, weight)
         return replace(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
         )
-    with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.dealt, plan.micro)
-    step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
-    with kept_outside(plan.model.model, loss):
-        inferred = gradients(plan, step.prepared, sample, loss)
+    with add_forward_line(plan.model.model):
+        sample = largest_part(batch, plan.share_weights, plan.micro)
+    step = SimulatedStep(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
+    with restore_global_state(plan.model.model, loss):
+        inferred = infer_gradients(plan, step.prepared, sample, loss)
         played, sliced, why = _simulate(step)
     assert inferred is not None, "a model without a loss is refused before"
-    book = executed(plan, step.prepared, played, sliced)
+    book = executed_sums(plan, step.prepared, played, sliced)
     return _join_claims(
-        ledger(plan, step.prepared, inferred, book),
-        types(plan, inferred),
-        weights(step, batch, played),
-        matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
-        owners(plan, step.prepared, inferred, played),
+        check_reductions(plan, step.prepared, inferred, book),
+        check_types(plan, inferred),
+        check_weights(step, batch, played),
+        check_matching(plan, step.prepared, played)
+        if not why
+        else Claim("matching", why, checked=False),
+        check_owners(plan, step.prepared, inferred, played),
     )
 
 
@@ -100,33 +102,42 @@ def check_sums(
     arguments of a step, of this rank alone if `local`.
     """
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.runtime.batch import sample_of
-    from schedlang.runtime.kept_outside import kept_outside
+    from schedlang.runtime.batch import largest_part
+    from schedlang.runtime.global_state import restore_global_state
 
-    if not prepared.traced.partial or prepared.traced.lossless is not None:
+    if not prepared.traced.partial or prepared.traced.missing_loss is not None:
         return
-    with kept_outside(plan.model.model, loss):
-        sample = sample_of(batch, 1 if local else plan.dealt, plan.micro)
-        inferred = gradients(plan, prepared, sample, loss)
+    with restore_global_state(plan.model.model, loss):
+        sample = largest_part(batch, 1 if local else plan.share_weights, plan.micro)
+        inferred = infer_gradients(plan, prepared, sample, loss)
     if inferred is not None:
-        for problem in ledger(plan, prepared, inferred, planned(plan, prepared)).problems:
+        for problem in check_reductions(
+            plan, prepared, inferred, planned_sums(plan, prepared)
+        ).problems:
             raise Refusal(problem)
 
 
-def _simulate(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+def _simulate(
+    step: SimulatedStep,
+) -> tuple[list[RankStep], dict[int, tuple[GradientSum, ...]], str]:
     """Simulate ranks; return their steps and sliced sums by stage, or nothing and the reason."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir import pytree
-    from schedlang.runtime.comm.tap import free
+    from schedlang.runtime.comm.fake_rank import can_fake_rank
 
-    if not free():
+    if not can_fake_rank():
         return [], {}, "this process is a rank of a job, and cannot simulate others"
-    if any(map(pytree.separable, pytree.tree_leaves(dict(step.sample), is_leaf=pytree.separable))):
+    if any(
+        map(
+            pytree.is_sample_batch,
+            pytree.tree_leaves(dict(step.sample), is_leaf=pytree.is_sample_batch),
+        )
+    ):
         return [], {}, "a batch of graphs is split by its values, and simulated ranks have none"
     try:
-        found = roles(step)
+        found = simulate_ranks(step)
         first = {role.place: role.rank for role in reversed(found)}
-        return found, {place: slices(step, rank) for place, rank in first.items()}, ""
+        return found, {place: sliced_sums(step, rank) for place, rank in first.items()}, ""
     except Refusal:
         raise
     except Exception as error:  # a model may need values

@@ -16,12 +16,12 @@ from functools import reduce
 import torch
 from torch import Tensor, dtype
 
-from schedlang.passes.verify.observe import HIDDEN, Key, Observation
+from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Key, Observation
 from schedlang.report import Row
 
 RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
-ELEMENT = 100.0  # factor of the gate of a single element
+ELEMENT_MARGIN = 100.0  # factor of the gate of a single element
 
 OUTPUTS = ("outputs", "training outputs")
 DRAWS = "dropout draws"
@@ -29,7 +29,7 @@ DRAWS = "dropout draws"
 # the order in which a difference arises
 _ORDER: tuple[str, ...] = (
     *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
-    *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
+    *("input gradients", "gradient norm", "parameters", "other state", HIDDEN_BUFFERS),
     DRAWS,
 )
 
@@ -45,7 +45,7 @@ def compare(
     """
     sets = list(_sets(expected, actual))
     rows = [row for row in sets if row.kind != DRAWS]
-    rows += tensor_rows(expected, actual, rtol, exact)
+    rows += compare_tensors(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
     rows += [row for row in sets if row.kind == DRAWS]
     for key, (count, same) in expected.streams.items():
@@ -82,7 +82,7 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
         )
 
 
-def tensor_rows(
+def compare_tensors(
     expected: Observation, actual: Observation, rtol: float, exact: bool
 ) -> Iterator[Row]:
     """Compare tensor by tensor, in the order in which differences arise."""
@@ -144,7 +144,7 @@ def _difference(
     if x.shape != r.shape or x.dtype != r.dtype:
         note = f"{x.dtype} {tuple(x.shape)} instead of {r.dtype} {tuple(r.shape)}"
         return math.inf, False, note
-    x, r = unhidden(key, x, r)
+    x, r = mask_common_nans(key, x, r)
     if exact or not (r.is_floating_point() or r.is_complex()):
         return (
             _changed_fraction(x, r),
@@ -154,7 +154,7 @@ def _difference(
     return _close(x, r, *scales.get(key[:3], (0.0, 0.0)), rtol)
 
 
-def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
+def mask_common_nans(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
     """Return outputs with 0 wherever all of them are NaN, unless they are NaN everywhere."""
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
@@ -174,16 +174,16 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
     if not bool(r.isfinite().all()):
         return math.nan, False, "the original itself is not finite"
     floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
-    error = over(_norm(x - r), _norm(r) + floor * scale)
-    element = over(_largest(x - r), _largest(r) + floor * most)
+    error = ratio(_norm(x - r), _norm(r) + floor * scale)
+    element = ratio(_largest(x - r), _largest(r) + floor * most)
     if not error <= rtol:
         return error, False, "not finite" if math.isnan(error) else ""
-    if not element <= ELEMENT * rtol:
+    if not element <= ELEMENT_MARGIN * rtol:
         return element, False, "a single element is off"
     return error, True, ""
 
 
-def over(a: float, b: float) -> float:
+def ratio(a: float, b: float) -> float:
     """Divide an error by its allowed size; 0/0 is no error."""
     return a / b if b else (0.0 if a == 0 else math.inf)
 

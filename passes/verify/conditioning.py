@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
-from schedlang.passes.verify.compare import OUTPUTS, is_left_out, over, unhidden
-from schedlang.passes.verify.observe import HIDDEN, Key, Observation
+from schedlang.passes.verify.compare import OUTPUTS, is_left_out, mask_common_nans, ratio
+from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Key, Observation
 from schedlang.report import Row
 
 # ---- Runs in which every result is off by a rounding.
@@ -41,7 +41,7 @@ _EXACT = frozenset(_EXACT_NAMES.split())
 _POOL = 2**16  # signs, drawn once and read from a random offset
 
 
-class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PerturbedRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Perturb each rounded result by one more rounding, up or down, of one unit in its last place.
 
     In the mean square that equals twelve roundings to nearest. Subnormal numbers move by the
@@ -168,42 +168,46 @@ def _units(args: Iterable[Any]) -> list[float]:
 # the norm if that is more.
 
 CHANCE = 1e-6  # of a false alarm, in all rows of a report together
-LEAST = 4  # errors needed to estimate n
-MOST = 1e6  # degrees of freedom if all errors are equal
+LEAST_ERRORS = 4  # errors needed to estimate n
+MOST_FREEDOM = 1e6  # degrees of freedom if all errors are equal
 
 
 @dataclass(frozen=True)
-class Bound:
+class ErrorBound:
     """The largest plausible error: its norm, and its largest element."""
 
     norm: float
-    most: float
+    element: float
 
     def share(self, error: Tensor) -> float:
         """Return the ratio of an error to the bound; above 1 it is not plausible."""
         if not bool(error.isfinite().all()):
             return math.inf
-        return max(over(float(error.norm()), self.norm), over(_largest(error), self.most))
+        return max(ratio(float(error.norm()), self.norm), ratio(_largest(error), self.element))
 
 
-def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
+def error_bound(errors: Sequence[Tensor], chance: float) -> ErrorBound | None:
     """Return the size that one more error exceeds with this chance; None: too few errors."""
     norms = [float(e @ e) for e in errors]
     mean = math.fsum(norms) / max(1, len(norms))
-    if len(errors) < LEAST or not mean or not math.isfinite(mean):
+    if len(errors) < LEAST_ERRORS or not mean or not math.isfinite(mean):
         return None
     unit = [e / math.sqrt(mean) for e in errors]
     dots = [[float(e @ f) for f in unit] for e in unit]
-    return limits(errors, chance, freedom([norm / mean for norm in norms], dots))
+    return bound_with_freedom(
+        errors, chance, degrees_of_freedom([norm / mean for norm in norms], dots)
+    )
 
 
-def limits(errors: Sequence[Tensor], chance: float, n: float, draws: int = 0) -> Bound:
+def bound_with_freedom(
+    errors: Sequence[Tensor], chance: float, n: float, draws: int = 0
+) -> ErrorBound:
     """Return the bound of errors with `n` degrees of freedom, as if there were `draws` errors."""
     times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
     further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
     norm = _mean_square([float(e.norm()) for e in errors])
     most = _mean_square([_largest(e) for e in errors])
-    return Bound(times * norm, max(times, further) * most)
+    return ErrorBound(times * norm, max(times, further) * most)
 
 
 def _mean_square(sizes: Sequence[float]) -> float:
@@ -214,7 +218,7 @@ def _largest(error: Tensor) -> float:
     return float(error.abs().max()) if error.numel() else 0.0
 
 
-def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
+def degrees_of_freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
     """Estimate degrees of freedom from norms and inner products; mean squared norm is 1."""
     pairs = {(i, j): dots[i][j] for i, j in combinations(range(len(norms)), 2)}
     squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
@@ -223,22 +227,22 @@ def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
     ]  # their mean is the squared mean of e . f
     by_pairs = squares - max(0.0, math.fsum(apart) / len(apart))
     by_norms = math.fsum((norm - 1) ** 2 for norm in norms) / (len(norms) - 1) / 2
-    return min(MOST, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST)))
+    return min(MOST_FREEDOM, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST_FREEDOM)))
 
 
 @cache
 def quantile(chance: float, n: float, m: float) -> float:
     """Return the number that F(n, m) exceeds with this chance."""
     low, high = 0.0, 1.0
-    while above(high, n, m) > chance:
+    while survival_probability(high, n, m) > chance:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if above(middle, n, m) > chance else (low, middle)
+        low, high = (middle, high) if survival_probability(middle, n, m) > chance else (low, middle)
     return high
 
 
-def above(value: float, n: float, m: float) -> float:
+def survival_probability(value: float, n: float, m: float) -> float:
     """Return the probability that F(n, m) exceeds a number: an incomplete beta function."""
     return _beta(m / 2, n / 2, m / (m + n * value)) if value > 0 else 1.0
 
@@ -270,28 +274,28 @@ KINDS = (
     *("loss", "gradient norm"),
 )
 _NUMBERS = frozenset(KINDS[-2:])
-_BUFFERS = ("other state", HIDDEN)
+_BUFFERS = ("other state", HIDDEN_BUFFERS)
 DRAWS = 8  # perturbed runs of the original
-PLAIN = 2.0  # perturbed runs are at least so much further off than the unperturbed run
-MANY = 256  # more degrees of freedom hardly change quantiles
+PLAIN_FACTOR = 2.0  # perturbed runs are at least so much further off than the unperturbed run
+MANY_FREEDOM = 256  # more degrees of freedom hardly change quantiles
 IN_DTYPE = " in working dtype"
-WIDEST = 1e-4  # the largest float64 error that roundings may explain
+WIDEST_GATE = 1e-4  # the largest float64 error that roundings may explain
 MAGNIFIED = "steps of the original magnify roundings: its gate is how far"
 OVERFLOWS = "the original itself is not finite"
-Run = Callable[[int], Observation]
+RunOriginal = Callable[[int], Observation]
 
 
 @dataclass
-class Bounds:
+class ErrorBounds:
     """Bounds of each tensor's distance from float64, estimated from runs of the original.
 
     exact  the original in float64, from the same initial weights
-    run    its k-th run in the working dtype: unperturbed for 0, `Nudged` by k for others
+    run    its k-th run in the working dtype: unperturbed for 0, `PerturbedRounding` by k for others
     state  also bound buffers and the optimizer's state
     """
 
     exact: Observation
-    run: Run
+    run: RunOriginal
     draws: int = DRAWS
     state: bool = False
     _plain: Observation | None = None
@@ -321,7 +325,7 @@ class Bounds:
             if error is None or s is None:
                 row = replace(row, note="missing")
             elif given is not None:
-                row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
+                row = replace(row, error=ratio(float(error.norm()), float(r.double().norm())))
             elif _of_a_skipped_step(key, s, error) and (key.condition, key.step) in skipped:
                 so = (key.condition, key.step) in _overflowing(program)
                 row = replace(row, error=0.0 if so else math.inf)
@@ -339,18 +343,20 @@ class Bounds:
             found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
         return tuple(found.values())
 
-    def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
+    def widen_gates(self, rows: Sequence[Row], program: Observation) -> list[Row]:
         """Widen the gates of float64 rows that fail by no more than roundings explain.
 
-        All runs are `Nudged`. If they move a tensor further than its gate, as steps of an
-        ill-conditioned model do, the gate becomes their bound. If some row fails by more than
-        `WIDEST`, or without a size, no rounding explains it: then nothing is run, and all rows are
-        returned as they are.
+        All runs are `PerturbedRounding`. If they move a tensor further than its gate, as steps of
+        an ill-conditioned model do, the gate becomes their bound. If some row fails by more than
+        `WIDEST_GATE`, or without a size, no rounding explains it: then nothing is run, and all
+        rows are returned as they are.
         """
         failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
         left = dict[Key, Tensor]()
         for key, row in failed.items():
-            error = _error(self.exact, program, key) if row.gate and row.error <= WIDEST else None
+            error = (
+                _error(self.exact, program, key) if row.gate and row.error <= WIDEST_GATE else None
+            )
             if error is None:
                 return list(rows)
             left[key] = error
@@ -361,7 +367,7 @@ class Bounds:
                 widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
         return [widened.get(row, row) for row in rows]
 
-    def tells_apart(self, program: Observation) -> bool:
+    def overflows_elsewhere(self, program: Observation) -> bool:
         """Return whether gradients overflow in other steps of the program than of the original."""
         return _overflowing(program) != _overflowing(self._unperturbed)
 
@@ -402,7 +408,7 @@ class Bounds:
         lost = set[Key]()
         for draw in range(self.draws + 1):
             seen = self.run(draw) if draw else self._unperturbed
-            if casts and draw and self.tells_apart(seen):
+            if casts and draw and self.overflows_elsewhere(seen):
                 continue  # a step that only this run skips shows no rounding
             for key in left:
                 own = _error(self.exact, seen, key)
@@ -413,17 +419,19 @@ class Bounds:
                 if draw:
                     moved.setdefault(key, []).extend(known)
                 else:
-                    plain[key] = [PLAIN * e for e in known]
+                    plain[key] = [PLAIN_FACTOR * e for e in known]
             for key, x in left.items():
                 known, most = plain[key] + moved.get(key, []), DRAWS * len(self._same_law(key))
-                some = min(max(1, x.numel()), MANY)
-                one = limits(known, chance, some, most) if known else Bound(0.0, 0.0)
+                some = min(max(1, x.numel()), MANY_FREEDOM)
+                one = (
+                    bound_with_freedom(known, chance, some, most) if known else ErrorBound(0.0, 0.0)
+                )
                 shares[key] = self._with_least_rounding(key, one).share(x)
             left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
             if not left:
                 break
         for key, x in left.items():
-            final = bound(moved.get(key, []), chance)
+            final = error_bound(moved.get(key, []), chance)
             if final is not None:
                 shares[key] = self._with_least_rounding(key, final).share(x)
             if key in lost and not shares[key] <= 1.0:
@@ -436,19 +444,21 @@ class Bounds:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
 
-    def _with_least_rounding(self, key: Key, one: Bound) -> Bound:
+    def _with_least_rounding(self, key: Key, one: ErrorBound) -> ErrorBound:
         """Return the bound, at least one rounding: a result may be exact by luck."""
         r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
         assert r is not None and s is not None
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
-        return Bound(max(one.norm, unit * float(r.norm())), max(one.most, unit * _largest(r)))
+        return ErrorBound(
+            max(one.norm, unit * float(r.norm())), max(one.element, unit * _largest(r))
+        )
 
 
 def _is_lost(key: Key, exact: Tensor, original: Tensor) -> bool:
     """Return whether the original is not finite in float64, except NaN in all dtypes."""
     if key.kind in OUTPUTS:
-        return bool(unhidden(key, exact, original)[0].isnan().any())
+        return bool(mask_common_nans(key, exact, original)[0].isnan().any())
     return not bool(exact.isfinite().all())
 
 
@@ -484,7 +494,7 @@ def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
     r, v = (_value(one, key) for one in (exact, seen))
     if r is None or v is None or v.shape != r.shape:
         return None
-    r, v = unhidden(key, r.double(), v.double())
+    r, v = mask_common_nans(key, r.double(), v.double())
     same = (v == r) & r.isinf()  # masked scores
     error = torch.where(same, 0, v - r).flatten()
     return error / (float(r.abs()) or 1.0) if key.kind in _NUMBERS else error

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from schedlang.ir.pytree import tree_flatten_with_path
-from schedlang.passes.verify.spilled import Tensors, released
-from schedlang.runtime.batch import dotted
-from schedlang.runtime.device import undrawn
-from schedlang.runtime.launch.forkserver import progress
+from schedlang.passes.verify.mapped_tensors import MappedTensors, release_memory
+from schedlang.runtime.batch import dotted_path
+from schedlang.runtime.device import generators_restored
+from schedlang.runtime.launch.forkserver import report_progress
 
-DISTINCT = "distinct draws"  # on one side: no two streams are equal
-NATIVE = "native draws"  # in training: equal on replicas, distinct elsewhere
-HIDDEN = "hidden buffers"  # buffers that a state dict leaves out
+DISTINCT_DRAWS = "distinct draws"  # on one side: no two streams are equal
+NATIVE_DRAWS = "native draws"  # in training: equal on replicas, distinct elsewhere
+HIDDEN_BUFFERS = "hidden buffers"  # buffers that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
 MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
@@ -87,7 +87,7 @@ class Condition:
     case: Any = None
 
 
-def conditions(
+def standard_conditions(
     batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
 ) -> tuple[Condition, ...]:
     """Return the standard conditions: SGD without effective clipping, and AdamW with clipping.
@@ -170,24 +170,24 @@ def observe(
       folder  write large tensors to files there, and read them on access
     The caller enters the function modes of the comparison (float64, logical dropout).
     """
-    seen = Observation(Tensors(folder)) if folder is not None else Observation()
+    seen = Observation(MappedTensors(folder)) if folder is not None else Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     for condition in conditions:
-        with undrawn():
+        with generators_restored():
             torch.manual_seed(0)  # so that draws from torch's generator show in its state
             subject = make(condition)
             recorder = _Recorder(seen, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
                 recorder.step(subject, step, batch)
-                progress({"condition": condition.name, "step": step})
+                report_progress({"condition": condition.name, "step": step})
             if condition.final:
                 recorder.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
         del subject, recorder  # before another is made
         if folder is not None:
-            released()
+            release_memory()
     return replace(seen, order=order, ties=ties)
 
 
@@ -243,7 +243,7 @@ class _Recorder:
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
         if self.keep and hasattr(subject, "streams") and (streams := subject.streams())[0]:
-            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = streams
+            self.seen.streams[Key(self.condition, DISTINCT_DRAWS, step, "")] = streams
 
     def state(self, subject: Subject, step: int) -> None:
         """Record parameters, buffers, and differences between copies on ranks."""
@@ -254,8 +254,8 @@ class _Recorder:
             self.names("state_dict keys", state)
         for name, value in state.items():
             self.tensor("parameters" if name in trainable else "other state", step, name, value)
-        hidden = self.asked(subject, "buffers", HIDDEN)
-        self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
+        hidden = self.asked(subject, "buffers", HIDDEN_BUFFERS)
+        self.tensors(HIDDEN_BUFFERS, step, {k: v for k, v in hidden.items() if k not in state})
         copies = subject.replicas() if not self.brief else {}
         if copies is None:
             self.seen.missing.add("replicas")
@@ -272,7 +272,7 @@ class _Recorder:
 
     def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
         """Record the tensors and numbers of an output, and what the output leaves out."""
-        self.tensors(kind, step, dict(flattened(output, self.seen.unread)))
+        self.tensors(kind, step, dict(flatten_output(output, self.seen.unread)))
         self.seen.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
@@ -297,10 +297,10 @@ class _Recorder:
             self.seen.sets[Key(self.condition, kind, 0, "")] = frozenset(names)
 
 
-def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
+def flatten_output(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
     """Yield the tensors and numbers of an output by path; name other types in `unread`."""
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, (Tensor, int, float)):
-            yield dotted(path) or "output", leaf
+            yield dotted_path(path) or "output", leaf
         elif leaf is not None and not isinstance(leaf, str):
             unread.add(type(leaf).__name__)

@@ -13,15 +13,15 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
-from schedlang.ir.copied import copied
+from schedlang.ir.module_copies import copy_module
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
-from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
-from schedlang.runtime.batch import called, followed, named_tensors, no_loss
-from schedlang.runtime.device import seeded
-from schedlang.runtime.inside import hooked
+from schedlang.passes.verify.randomness import describe_draws, generator_states, repeated_streams
+from schedlang.runtime.batch import named_tensors, no_loss_diagnostic, run_model, with_leaf_tensors
+from schedlang.runtime.device import seeded_generator
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.training import Training
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
+from schedlang.runtime.submodules import remove_hooks_after
+from schedlang.runtime.training_mode import TrainingMode
 
 _UNTRAINED = Diagnostic(
     "S710",
@@ -54,7 +54,7 @@ class Sequential:
         follow: bool = True,
         dropout: LogicalDropout | None = None,
     ) -> None:
-        self.module, self.loss, self.clip = module, loss or loss_of, clip
+        self.module, self.loss, self.clip = module, loss or returned_loss, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
         self.dropout = dropout
         if dropout is not None:
@@ -65,9 +65,9 @@ class Sequential:
         self.order: tuple[str, ...] = ()
         self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes to
         self.changed: set[str] = set()  # plain attributes that a forward changes
-        self.ties = tied(module)
+        self.ties = tied_names(module)
         self.output: Any = None  # of the last training step
-        self._training = Training(module)
+        self._training = TrainingMode(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
         self._evaluated = (0, 0)  # step, number of evaluations
@@ -76,7 +76,7 @@ class Sequential:
     def train_step(self, batch: Batch) -> Tensor:
         """Do forward, loss, backward, clip and step on the full batch; return the loss."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
-        loss = self.derive(batch, range(rows(batch)))
+        loss = self.forward_backward(batch, range(count_rows(batch)))
         self._clip()
         self._optimizer.step()
         self._steps += 1
@@ -86,7 +86,7 @@ class Sequential:
         most = math.inf if self.clip is None else self.clip
         self.grad_norm = clip_grad_norm_([p for _, p in self._parameters], most)
 
-    def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
+    def forward_backward(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Return the loss of a part of a batch in training mode; gradients are in `gradients()`.
 
         No optimizer step is made.
@@ -94,8 +94,8 @@ class Sequential:
         self._set_mode()
         self.module.zero_grad(set_to_none=True)
         given = self._given(batch)
-        with entered(Scope(self._steps, 0, tuple(samples))), self._record_order():
-            self.output = called(self.module, given)
+        with enter_scope(Scope(self._steps, 0, tuple(samples))), self._record_order():
+            self.output = run_model(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
@@ -103,25 +103,25 @@ class Sequential:
         return loss.detach().reshape(())  # a loss may have dims of size 1
 
     def _set_mode(self) -> None:
-        self._training.off() if self.evaluate else self._training.on()
+        self._training.evaluate() if self.evaluate else self._training.train()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
         """Return the batch with fresh float tensors, which require gradients if `follow` is set."""
-        given: dict[str, Any] = followed(batch, self.follow)
+        given: dict[str, Any] = with_leaf_tensors(batch, self.follow)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         return given
 
-    def norm(self, batch: Batch) -> float:
+    def gradient_norm(self, batch: Batch) -> float:
         """Return the norm of all gradients of a batch; buffers change as in a forward."""
-        self.derive(batch, range(rows(batch)))
+        self.forward_backward(batch, range(count_rows(batch)))
         return float(get_total_norm([p.grad for _, p in self._parameters if p.grad is not None]))
 
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode."""
-        self._training.off()
-        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._next_evaluation())
-        with torch.no_grad(), entered(here):
-            return called(self.module, batch)
+        self._training.evaluate()
+        here = Scope(self._steps, 0, tuple(range(count_rows(batch))), self._next_evaluation())
+        with torch.no_grad(), enter_scope(here):
+            return run_model(self.module, batch)
 
     def _next_evaluation(self) -> int:
         """Return the number of this evaluation since the last step."""
@@ -148,16 +148,16 @@ class Sequential:
 
     def generators(self) -> Mapping[str, Tensor]:
         """Return the states of torch's generator and of the module's generators."""
-        return generators(self.module)
+        return generator_states(self.module)
 
     def draws(self) -> list[str]:
         """Return descriptions of the masks drawn."""
-        return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
+        return describe_draws(self.dropout.noted or {}) if self.dropout is not None else []
 
     def streams(self) -> tuple[int, list[str]]:
         """Return the number of random streams of masks, and descriptions of equal streams."""
         begun = (self.dropout.begun or {}) if self.dropout is not None else {}
-        return len(begun), repeated(begun)
+        return len(begun), repeated_streams(begun)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the optimizer's state by parameter name."""
@@ -183,38 +183,38 @@ class Sequential:
             if not self.order
         ]
         try:
-            with hooked(handles):
+            with remove_hooks_after(handles):
                 yield
         finally:
             self.order = self.order or tuple(order)
 
 
-def loss_of(output: Any, batch: Batch) -> Tensor:
+def returned_loss(output: Any, batch: Batch) -> Tensor:
     """Return the loss that a model returns: a single number, or `loss` of its output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    raise Refusal(no_loss(None, output, batch))
+    raise Refusal(no_loss_diagnostic(None, output, batch))
 
 
-def rows(batch: Batch) -> int:
+def count_rows(batch: Batch) -> int:
     """Return the number of samples of a batch: the most common size of dim 0."""
     sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
 
 
-def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
+def repeat_first_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
     """Repeat the first row of each part in all rows of the part.
 
     Sums over parts, of a mask or of counts, then differ as much as single rows do. Returns None for
     a batch that is no plain dict of tensors, because its samples may share data (edges of graphs).
     """
-    if not pytree.flat(batch):
+    if not pytree.is_flat(batch):
         return None
-    count, first = rows(batch), torch.tensor([part[0] for part in parts for _ in part])
+    count, first = count_rows(batch), torch.tensor([part[0] for part in parts for _ in part])
 
     def taken(value: Any) -> Any:
         mixed = isinstance(value, Tensor) and value.dim() and value.shape[0] == count
@@ -223,7 +223,7 @@ def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
     return {name: taken(value) for name, value in batch.items()}
 
 
-def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return groups of names of one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -231,18 +231,20 @@ def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def randomised(module: nn.Module, seed: int) -> nn.Module:
+def randomise(module: nn.Module, seed: int) -> nn.Module:
     """Copy a module with other parameters, so that no zero bias and no unit gain hides a mistake.
 
     Each parameter gets noise of its own size: matrices at least 1/2 per square root of their width,
     vectors at least 1/10. A parameter's noise depends on its name and the seed alone.
     """
-    twin = copied(module)
+    twin = copy_module(module)
     with torch.no_grad():
         for name, p in twin.named_parameters():
             if not p.is_floating_point() or not p.numel():
                 continue
-            noise = torch.randn(p.shape, generator=seeded(seed, name), dtype=torch.float64)
+            noise = torch.randn(
+                p.shape, generator=seeded_generator(seed, name), dtype=torch.float64
+            )
             size = p.double().square().mean().sqrt().item()
             if p.dim() > 1:
                 size = max(size, 0.5 / math.sqrt(max(p.shape[0], p.numel() // p.shape[0])))

@@ -23,40 +23,50 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
-from schedlang.ir.copied import copied
+from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.routing import unlimited
-from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
-from schedlang.passes.propagate.propagate import Traced
-from schedlang.passes.verify.across_stages import check_across_stages
-from schedlang.passes.verify.carried import buffers_put_back, check_buffers, check_carried
-from schedlang.passes.verify.compare import RTOL, tensor_rows
-from schedlang.passes.verify.finite import check_batch
-from schedlang.passes.verify.observe import Batch, Key, Observation
-from schedlang.passes.verify.original import Sequential, loss_of, parts_unlike, rows
-from schedlang.passes.verify.relaxed import check_sums, directions_of
-from schedlang.passes.verify.sides import (
-    Case,
-    alone,
-    modes_of,
-    prepared,
-    twin,
-    wide_alone,
-    widened,
+from schedlang.passes.propagate.original_forward import (
+    HELP_RELAX,
+    check_microbatches,
+    is_statistics_relaxed,
+    weight_of,
 )
+from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.verify.compare import RTOL, compare_tensors
+from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
+from schedlang.passes.verify.observe import Batch, Key, Observation
+from schedlang.passes.verify.original import (
+    Sequential,
+    count_rows,
+    repeat_first_rows,
+    returned_loss,
+)
+from schedlang.passes.verify.original_checks import check_batch
+from schedlang.passes.verify.proof_case import (
+    Case,
+    copy_original,
+    original_subject,
+    own_float64,
+    prepare_case,
+    proof_modes,
+    randomised_float64,
+)
+from schedlang.passes.verify.relaxed_original import buffer_replicas, check_sums
+from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
-from schedlang.runtime.batch import Part, called, named_tensors, split
-from schedlang.runtime.device import has_float64, undrawn
-from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_statistics
-from schedlang.runtime.kept_outside import kept_outside
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.no_labels import no_labels
-from schedlang.runtime.rng.logical_dropout import Alone, ByRow
-from schedlang.runtime.tracing.meta import meta_model, model_line, name_of
-from schedlang.runtime.training import Training
+from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
+from schedlang.runtime.device import generators_restored, has_float64
+from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.grad_reduction.batch_statistics import ThreadSum, gather_statistics
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
+from schedlang.runtime.tracing.meta_runs import meta_model, model_line, name_of
+from schedlang.runtime.training_mode import TrainingMode
+from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 
-Derived = dict[str, Tensor | None]  # loss under "", gradients by name
+LossAndGradients = dict[str, Tensor | None]  # loss under "", gradients by name
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,12 @@ class Probe:
     )  # attributes that a forward changes
 
     @cached_property
-    def shares(self) -> list[list[Part]]:
+    def shares(self) -> list[list[BatchPart]]:
         """The microbatches of each data-parallel rank."""
-        return split(self.batch, self.case.plan.dealt, self.case.plan.micro)
+        return split_batch(self.batch, self.case.plan.share_weights, self.case.plan.micro)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BatchPart]:
         """All microbatches, rank after rank."""
         return [part for share in self.shares for part in share]
 
@@ -85,7 +95,7 @@ class Probe:
         case, parts = self.case, self.parts
         assert case.prepared is not None
         weigh = case.weight or weight_of(case.prepared.traced, len(parts))
-        with ambient(*modes_of(case)[0]):
+        with enter_modes(*proof_modes(case)[0]):
             found = [weigh(part.inputs) for part in parts]
         if case.weight is not None and not sum(found):
             title = "`weight` gives 0 for every part of the batch"
@@ -93,7 +103,7 @@ class Probe:
             raise Refusal.of("S621", title, helps=helps)
         return found
 
-    def together(self) -> list[Derived] | None:
+    def derive_jointly(self) -> list[LossAndGradients] | None:
         """Return weighted losses and gradients of parts that share sums; None if they share none.
 
         Each part runs on its own copy in a thread of this process; the threads wait for each other
@@ -104,35 +114,44 @@ class Probe:
         shared = case.prepared.traced.statistics
         if shared is None:
             return None
-        meeting = Meeting(len(parts))
+        meeting = ThreadSum(len(parts))
 
-        def run(place: int) -> Derived:
+        def run(place: int) -> LossAndGradients:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, in_thread=True, scale=share) as subject, no_labels(share):
-                    gather_statistics(subject.module, shared.sums, meeting.at(place))
-                    return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
+                with (
+                    original_subject(case, in_thread=True, scale=share) as subject,
+                    zero_unlabelled_loss(share),
+                ):
+                    gather_statistics(subject.module, shared.sums, meeting.sum_at(place))
+                    return {
+                        "": subject.forward_backward(part.inputs, part.rows),
+                        **subject.gradients(),
+                    }
             except BaseException:
                 meeting.barrier.abort()  # otherwise the other threads wait forever
                 raise
 
-        kept = kept_outside(case.plan.model.model, case.loss)
+        kept = restore_global_state(case.plan.model.model, case.loss)
         with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
-    def disagreement(self, evaluate: bool = False) -> Row | None:
+    def first_difference(self, evaluate: bool = False) -> Row | None:
         """Return the first of loss and gradients that differs between weighted parts and whole."""
         if len(self.parts) == 1:
             return None
-        with alone(self.case, evaluate=evaluate) as subject:
-            return self.differs(subject)
+        with original_subject(self.case, evaluate=evaluate) as subject:
+            return self.first_difference_on(subject)
 
-    def differs(self, subject: Sequential, whole: Derived | None = None) -> Row | None:
-        """Return `disagreement` on this subject; `whole` are its loss and gradients, if known."""
+    def first_difference_on(
+        self, subject: Sequential, whole: LossAndGradients | None = None
+    ) -> Row | None:
+        """Return `first_difference` on this subject; `whole` are its loss and gradients, if
+        known."""
         if len(self.parts) == 1:
             return None
-        given = self.batch, self.parts, self.weights, self.together()
-        found = parts_agree(subject, *given, whole=whole)
+        given = self.batch, self.parts, self.weights, self.derive_jointly()
+        found = compare_parts(subject, *given, whole=whole)
         self.changed.update(subject.changed)
         return next((row for row in found if not row.ok), None)
 
@@ -140,14 +159,14 @@ class Probe:
 # ---- Loss and gradients of parts and whole.
 
 
-def parts_agree(
+def compare_parts(
     subject: Sequential,
     batch: Batch,
-    parts: Sequence[Part],
+    parts: Sequence[BatchPart],
     weights: Sequence[float],
-    weighed: Sequence[Derived] | None = None,
+    weighed: Sequence[LossAndGradients] | None = None,
     *,
-    whole: Derived | None = None,
+    whole: LossAndGradients | None = None,
     rtol: float = RTOL,
 ) -> tuple[Row, ...]:
     """Compare loss and gradients of a batch with the weighted sums of those of its parts.
@@ -156,9 +175,9 @@ def parts_agree(
     jointly; `whole` are those of the batch, if known.
     """
     name = f"{len(parts)} parts"
-    whole = whole or derived(subject, batch, range(rows(batch)))
+    whole = whole or loss_and_gradients(subject, batch, range(count_rows(batch)))
     if weighed is None:
-        weighed = [found for _, found in weighed_shares(subject, parts, weights)]
+        weighed = [found for _, found in weighted_parts(subject, parts, weights)]
     sides = [
         Observation(
             {
@@ -169,21 +188,24 @@ def parts_agree(
         )
         for found in (whole, _add_parts(weighed))
     ]
-    return tuple(tensor_rows(sides[0], sides[1], rtol, exact=False))
+    return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False))
 
 
-def weighed_shares(
-    subject: Sequential, parts: Sequence[Part], weights: Sequence[float]
-) -> Iterator[tuple[int, Derived]]:
+def weighted_parts(
+    subject: Sequential, parts: Sequence[BatchPart], weights: Sequence[float]
+) -> Iterator[tuple[int, LossAndGradients]]:
     """Yield the weighted loss and gradients of each part with a nonzero weight, and its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
-            found, share = derived(subject, part.inputs, part.rows), weight / sum(weights)
+            found, share = (
+                loss_and_gradients(subject, part.inputs, part.rows),
+                weight / sum(weights),
+            )
             yield number, {key: None if x is None else x * share for key, x in found.items()}
 
 
-def _add_parts(shares: Iterable[Derived]) -> Derived:
-    total: Derived = {}
+def _add_parts(shares: Iterable[LossAndGradients]) -> LossAndGradients:
+    total: LossAndGradients = {}
     for found in shares:
         for key, share in found.items():
             before = total.get(key)
@@ -191,10 +213,12 @@ def _add_parts(shares: Iterable[Derived]) -> Derived:
     return total
 
 
-def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
+def loss_and_gradients(
+    subject: Sequential, batch: Batch, samples: Iterable[int]
+) -> LossAndGradients:
     """Return loss (under "") and gradients of one run; restore buffers."""
-    with buffers_put_back(subject):
-        found: Derived = {"": subject.derive(batch, tuple(samples)).clone()}
+    with restored_buffers(subject):
+        found: LossAndGradients = {"": subject.forward_backward(batch, tuple(samples)).clone()}
         found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
     return found
 
@@ -204,25 +228,25 @@ def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derive
 
 SEEDS = (0, 1)
 MUCH = 1e-3  # of the gap in our runs, which the model alone must show
-UNTOLD = float("inf")
+UNKNOWN = float("inf")
 
 
-def gap_alone(probe: Probe) -> float:
+def model_gap(probe: Probe) -> float:
     """Return the relative gap between weighted parts and the whole, for the model alone.
 
     None of our loops, threads, dtypes and logical draws takes part, so that our mistakes are not
-    blamed on the model. Random draws are made by row. Returns `UNTOLD` if the model draws otherwise
-    or cannot run without a mode.
+    blamed on the model. Random draws are made by row. Returns `UNKNOWN` if the model draws
+    otherwise or cannot run without a mode.
     """
     case, parts, weights = probe.case, probe.parts, probe.weights
-    module = twin(case)
-    Training(module).on()
+    module = copy_original(case)
+    TrainingMode(module).train()
     every = [row for part in parts for row in part.rows]
     try:
-        with undrawn():
+        with generators_restored():
             whole, again = (_run_model(case, module, probe.batch, every, seed) for seed in SEEDS)
             if not _gap(whole, again) <= RTOL:
-                return UNTOLD
+                return UNKNOWN
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
                 found = _run_model(case, module, part.inputs, part.rows) if weight else {}
@@ -230,7 +254,7 @@ def gap_alone(probe: Probe) -> float:
                     share = value * (weight / sum(weights))
                     added[name] = added.get(name, torch.zeros(())) + share
     except Exception:  # any error of the model without our modes
-        return UNTOLD
+        return UNKNOWN
     return _gap(added, whole)
 
 
@@ -239,9 +263,9 @@ def _run_model(
 ) -> dict[str, Tensor]:
     """Return loss (under "") and gradients of rows of a batch; the module does not change."""
     torch.manual_seed(seed)
-    fresh = copied(module)
-    with ambient(Alone(ByRow(rows))):
-        loss = (case.loss or loss_of)(called(fresh, batch), batch)
+    fresh = copy_module(module)
+    with enter_modes(SourceMode(RowDraws(rows))):
+        loss = (case.loss or returned_loss)(run_model(fresh, batch), batch)
         loss.backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
     return {"": loss.detach(), **found}
@@ -250,20 +274,20 @@ def _run_model(
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
-        return UNTOLD
+        return UNKNOWN
     most = max(float(value.norm()) for value in b.values())
     gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * most or 1.0) for k in b]
-    return max((gap if gap == gap else UNTOLD for gap in gaps), default=0.0)
+    return max((gap if gap == gap else UNKNOWN for gap in gaps), default=0.0)
 
 
 # ---- The model's line at which rows of a batch mix.
 
 
-MOST = 1 << 26  # elements stored of one pass; beyond that no line is searched
-Call = tuple[str, str, Tensor]  # function, the model's line, result
+MOST_STORED = 1 << 26  # elements stored of one pass; beyond that no line is searched
+RecordedCall = tuple[str, str, Tensor]  # function, the model's line, result
 
 
-def line_where_rows_meet(probe: Probe) -> str:
+def find_mixing_line(probe: Probe) -> str:
     """Return the first call whose result for the whole batch is not made of the parts' results.
 
     A result with rows should be the concatenation of the parts'; one without rows should be equal
@@ -283,9 +307,9 @@ def line_where_rows_meet(probe: Probe) -> str:
     return ""
 
 
-def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
+def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[RecordedCall] | None:
     """Return the original's calls on some rows, in order; None if their results are too large."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
     class Noting(TorchFunctionMode):
         """Keeps the floats that calls give."""
@@ -296,15 +320,15 @@ def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] |
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.is_floating_point() and self.kept <= MOST:
+            if isinstance(out, Tensor) and out.is_floating_point() and self.kept <= MOST_STORED:
                 with DisableTorchFunction():
                     self.kept += out.numel()
                     calls.append((name_of(func), model_line(), out.detach().clone()))
             return out
 
-    with alone(case) as subject, Noting() as noting:
-        subject.derive(batch, rows)
-    return calls if noting.kept <= MOST else None
+    with original_subject(case) as subject, Noting() as noting:
+        subject.forward_backward(batch, rows)
+    return calls if noting.kept <= MOST_STORED else None
 
 
 def _is_made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
@@ -343,12 +367,14 @@ def check_parts(case: Case) -> Case:
     If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
-    free = replace(case, plan=unlimited(case.plan))  # dropped tokens depend on the full batch
+    free = replace(
+        case, plan=without_capacity(case.plan)
+    )  # dropped tokens depend on the full batch
     probe = Probe(free, case.batches[0])
-    bad = probe.disagreement()
+    bad = probe.first_difference()
     if bad is not None:
         check_batch(free, 0)
-    loose = relaxed(case.plan)
+    loose = is_statistics_relaxed(case.plan)
     if bad is None:
         try:
             if len(probe.parts) > 1:
@@ -359,7 +385,7 @@ def check_parts(case: Case) -> Case:
             if not loose:
                 raise
     if loose:
-        return replace(case, parted=True)
+        return replace(case, by_parts=True)
     assert bad is not None
     _check_model_alone(probe, bad)
     sample = probe.parts[0].inputs
@@ -400,9 +426,9 @@ def check_parts(case: Case) -> Case:
 
 def _is_sum_loss(probe: Probe) -> bool:
     """Return whether the losses of the parts add up to that of the whole, as no mean does."""
-    with alone(probe.case) as subject:
-        whole = derived(subject, probe.batch, range(rows(probe.batch)))[""]
-        parts = [derived(subject, part.inputs, part.rows)[""] for part in probe.parts]
+    with original_subject(probe.case) as subject:
+        whole = loss_and_gradients(subject, probe.batch, range(count_rows(probe.batch)))[""]
+        parts = [loss_and_gradients(subject, part.inputs, part.rows)[""] for part in probe.parts]
     assert whole is not None
     total = torch.stack([loss for loss in parts if loss is not None]).sum()
     return bool((total - whole).abs() <= RTOL * whole.abs())
@@ -411,7 +437,7 @@ def _is_sum_loss(probe: Probe) -> bool:
 def _try_find_line(probe: Probe) -> str:
     """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
     try:
-        return line_where_rows_meet(probe)
+        return find_mixing_line(probe)
     except Exception:  # for example tensors inside `vmap`
         return ""
 
@@ -422,20 +448,20 @@ def check_own_parts(case: Case) -> None:
     A hinge or a clamp may be flat at randomised parameters; training begins with the model's own. A
     loss that divides by its own sum of a mask splits correctly if all parts have equal sums.
     """
-    if relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
+    if is_statistics_relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
         return
-    own = wide_alone(replace(case, plan=unlimited(case.plan)))
+    own = own_float64(replace(case, plan=without_capacity(case.plan)))
     parts = [part.rows for part in Probe(own, own.batches[0]).parts]
-    for batch in (own.batches[0], parts_unlike(own.batches[0], parts)):
-        if batch is not None and Probe(own, batch).disagreement() is not None:
+    for batch in (own.batches[0], repeat_first_rows(own.batches[0], parts)):
+        if batch is not None and Probe(own, batch).first_difference() is not None:
             check_parts(replace(own, batches=(batch,)))
 
 
 def _check_model_alone(probe: Probe, bad: Row) -> None:
     """Raise an OwnError if the model alone does not show what our runs of it show."""
-    found = gap_alone(probe)
+    found = model_gap(probe)
     # a model in a low dtype shows its roundings; a much larger gap is our mistake
-    if found <= max(RTOL, MUCH * bad.error) and found != UNTOLD:
+    if found <= max(RTOL, MUCH * bad.error) and found != UNKNOWN:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
             f"the parts of a batch give another {bad.place} than the full batch",
@@ -444,60 +470,60 @@ def _check_model_alone(probe: Probe, bad: Row) -> None:
         )
 
 
-def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
+def find_batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
     """Return the name and class of the first module with statistics over rows in training."""
     bare = meta_model(model, {})
-    Training(bare).on()
+    TrainingMode(bare).train()
     for fqn, one in bare.named_modules():
         by_rows = isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)
-        if by_rows and one.training and fqn in traced.entries:
+        if by_rows and one.training and fqn in traced.call_counts:
             return fqn, type(one).__name__
     return None
 
 
 def _check_batch_norms(plan: Plan, found: Prepared) -> None:
     """Refuse (S703) a model with a batch norm over the rows of a part, without running it."""
-    first = None if relaxed(plan) else batch_norm(plan.model.model, found.traced)
+    first = None if is_statistics_relaxed(plan) else find_batch_norm(plan.model.model, found.traced)
     if first is not None:
         raise Refusal.of(
             "S703",
             "splitting the batch changes the loss of this model",
             notes=("`{}`, a `{}`, takes statistics over the rows of a part".format(*first),),
-            helps=(ALLOW.removeprefix("or "), "or replace it by a norm of each row"),
+            helps=(HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row"),
         )
 
 
 def _check_state(probe: Probe) -> None:
     """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
-    ways = directions_of(probe.case.prepared.staged)
-    with alone(probe.case) as subject:
-        runs = [run for parts in probe.shares for run in ways.apart(parts)]
+    ways = buffer_replicas(probe.case.prepared.staged)
+    with original_subject(probe.case) as subject:
+        runs = [run for parts in probe.shares for run in ways.split_by_replica(parts)]
         check_buffers(subject, probe.batch, runs)
         if probe.changed:
             shared = probe.case.prepared.traced.statistics is not None
-            check_carried(subject, probe.batch, probe.shares, probe.changed, shared)
+            check_attributes(subject, probe.batch, probe.shares, probe.changed, shared)
 
 
 # ---- Checks before ranks train.
 
 
-CHEAP = 10**9  # parameters times batch elements: about one second of one core
+CHEAP_WORK = 10**9  # parameters times batch elements: about one second of one core
 
 
-def sound(case: Case) -> Case:
+def prepare_checked(case: Case) -> Case:
     """Prepare a case, and refuse whatever `verify` refuses before ranks start.
 
     A model on the meta device has no loss to check.
     """
-    made = prepared(case)
+    made = prepare_case(case)
     if not _on_meta(made.plan):
-        check_parts(widened(made))
+        check_parts(randomised_float64(made))
         check_own_parts(made)
     return made
 
 
-def cheaply(
+def check_if_cheap(
     plan: Plan, batch: Mapping[str, Any], found: Prepared, *, loss: Any = None, weight: Any = None
 ) -> None:
     """Refuse as `verify` does if parts do not make the whole (S703, S708), if cheap to find.
@@ -507,18 +533,18 @@ def cheaply(
     searched for batch norms; `verify` checks the rest.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
-    size = sum(fact.numel for fact in plan.model.unique.values())
+    size = sum(fact.numel for fact in plan.model.unique_parameters.values())
     apart = plan.shares * plan.micro > 1 or found.staged.axis is not None
-    if not apart or found.traced.lossless is not None:
+    if not apart or found.traced.missing_loss is not None:
         return
     devices = {tensor.device for tensor in plan.model.model.parameters()}
-    if size * numbers > CHEAP or _on_meta(plan) or not all(map(has_float64, devices)):
+    if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, found)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
-        with kept_outside(plan.model.model, loss):
-            check_parts(widened(case))
+        with restore_global_state(plan.model.model, loss):
+            check_parts(randomised_float64(case))
             check_own_parts(case)
     except Refusal as refusal:
         if refusal.diagnostic.code in ("S707", "S710"):  # these do not concern parts
@@ -534,9 +560,9 @@ def cheaply(
 def _original_runs(case: Case) -> bool:
     """Return whether the original runs in a proof's setting, on the full batch."""
     try:
-        wider = widened(case)
-        with alone(wider) as subject:
-            derived(subject, wider.batches[0], range(rows(wider.batches[0])))
+        wider = randomised_float64(case)
+        with original_subject(wider) as subject:
+            loss_and_gradients(subject, wider.batches[0], range(count_rows(wider.batches[0])))
     except Exception:  # any error means no
         return False
     return True

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.verify.observe import Batch
-from schedlang.runtime.batch import followed
+from schedlang.runtime.batch import with_leaf_tensors
 from schedlang.runtime.comm import world
 from schedlang.runtime.program import Program
-from schedlang.runtime.rng.logical_dropout import EVERY, Begun, LogicalDropout, Stream
-from schedlang.runtime.rng.native import Content, Noted, Noting
+from schedlang.runtime.rng.logical_dropout import (
+    ALL_SAMPLES,
+    LogicalDropout,
+    StreamKey,
+    StreamStart,
+)
+from schedlang.runtime.rng.native_dropout import Content, DrawRecorder, RecordedDraws
 from schedlang.runtime.scope import Moment
 
 # ---- Draws and generator states.
@@ -24,7 +29,7 @@ from schedlang.runtime.scope import Moment
 Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) -> samples
 
 
-def generators(module: nn.Module) -> dict[str, Tensor]:
+def generator_states(module: nn.Module) -> dict[str, Tensor]:
     """Return the states of torch's generator and of generators that modules store as attributes.
 
     Dropout of a proof is drawn logically, so both sides must leave generators unchanged.
@@ -37,7 +42,7 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def draws_in_words(noted: Draws) -> list[str]:
+def describe_draws(noted: Draws) -> list[str]:
     """Describe each draw: module, call number, step and samples."""
     return [
         f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text(sorted(samples))}"
@@ -45,7 +50,7 @@ def draws_in_words(noted: Draws) -> list[str]:
     ]
 
 
-def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
+def repeated_streams(begun: Mapping[StreamKey, StreamStart]) -> list[str]:
     """Describe draws whose random streams start equally; there should be none.
 
     Both sides of a proof draw by one function of step, module, call and sample. If that function
@@ -53,7 +58,7 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
     bits, so two streams share none by chance, even if one runs behind the other.
     """
     found = [f"{_stream_text(stream)} twice" for stream, one in begun.items() if one.twice]
-    first: dict[int, Stream] = {}
+    first: dict[int, StreamKey] = {}
     for stream, one in begun.items():
         before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
         found += (
@@ -62,7 +67,7 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
     return found
 
 
-def _stream_text(stream: Stream) -> str:
+def _stream_text(stream: StreamKey) -> str:
     step, site, call, sample = stream
     return f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text([sample], 'row')}"
 
@@ -74,7 +79,7 @@ def _moment_text(moment: Moment) -> str:
     return f"evaluation {moment[1]} before step {moment[0]}"
 
 
-def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
+def join_draws(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
     """Join the draws of all ranks.
 
     Each rank draws for some samples, for some modules, or for a part of the same mask.
@@ -88,7 +93,7 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
 
 def _rows_text(samples: Sequence[int], word: str = "rows") -> str:
     """Describe the rows that a draw is for."""
-    return "all rows" if EVERY in samples else f"{word} {_runs_text(samples)}"
+    return "all rows" if ALL_SAMPLES in samples else f"{word} {_runs_text(samples)}"
 
 
 def _runs_text(numbers: Sequence[int]) -> str:
@@ -102,7 +107,7 @@ def _runs_text(numbers: Sequence[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compare_generators(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return for each generator 0 if all ranks left it in one state, else 1."""
     first = everyone[0]
     return {
@@ -127,7 +132,7 @@ Sites = Mapping[tuple[str, int], set[int]]  # (module, call) -> samples
 
 
 @dataclass(frozen=True)
-class Mine:
+class RankDraws:
     """One rank's draws: native ones by content, native sites by step, and logical sites."""
 
     begun: Mapping[Content, set[float]]
@@ -135,7 +140,7 @@ class Mine:
     logical: Sites
 
 
-def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
+def check_native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
     """Train two steps with native draws; return the number of masks and their faults, or None.
 
     None means that no masks are drawn. All ranks must call this together.
@@ -150,20 +155,20 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
         world.all_gather_object(bool(trained))
     ):  # a stage may draw nothing, but must train with the others
         return None
-    noting, first = Noting(native, logical), program.step
+    noting, first = DrawRecorder(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
     kept, program.keep_output = program.keep_output, False  # not needed
     try:
         for _ in range(STEPS):
             with ExitStack() as stack:
-                stack.enter_context(noting.on())
-                program.train_step(followed(batch, grad=False))
+                stack.enter_context(noting.record_draws())
+                program.train_step(with_leaf_tensors(batch, grad=False))
     finally:
         program.assembly, program.keep_output = assembly, kept
     noted, step = noting.noted, min(trained, default=None)
     known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
-    mine = Mine(noted.begun, [_sites_of_step(noted, first + k) for k in range(STEPS)], known)
-    wrong = wrong_draws(world.all_gather_object(mine))
+    mine = RankDraws(noted.begun, [_sites_of_step(noted, first + k) for k in range(STEPS)], known)
+    wrong = describe_wrong_draws(world.all_gather_object(mine))
     copies = program.replica_errors()
     wrong += [
         f"copies of `{name}` on different ranks differ"
@@ -173,16 +178,16 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     return len(noted.begun), wrong
 
 
-def _sites_of_step(noted: Noted, step: int) -> Sites:
+def _sites_of_step(noted: RecordedDraws, step: int) -> Sites:
     return {(site, call): rows for (k, site, call), rows in noted.shapes.items() if k == step}
 
 
-def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
+def describe_wrong_draws(everyone: Sequence[RankDraws]) -> list[str]:
     """Describe what is wrong with the native draws of all ranks."""
     return [*_wrong_places(everyone), *_wrong_streams(everyone)]
 
 
-def _wrong_places(everyone: Sequence[Mine]) -> Iterator[str]:
+def _wrong_places(everyone: Sequence[RankDraws]) -> Iterator[str]:
     """Yield draws that a rank makes in training but not in the proof, or the reverse."""
     for rank, mine in enumerate(everyone):
         for drawn in mine.sites:
@@ -194,7 +199,7 @@ def _wrong_places(everyone: Sequence[Mine]) -> Iterator[str]:
                 yield f"`{site or 'model'}` call {call} is {word} in training, on rank {rank}"
 
 
-def _wrong_streams(everyone: Sequence[Mine]) -> Iterator[str]:
+def _wrong_streams(everyone: Sequence[RankDraws]) -> Iterator[str]:
     """Yield parts of masks with several streams, and streams with several parts."""
     numbers: dict[Content, dict[float, int]] = {}
     parts: dict[float, tuple[Content, int]] = {}

@@ -11,67 +11,75 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.annotations import Cast
-from schedlang.ir.copied import copied
-from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
-from schedlang.passes.propagate.casts import lowest
-from schedlang.passes.verify.asked import Curve, asked
-from schedlang.passes.verify.conditioning import DRAWS, IN_DTYPE, OVERFLOWS, Bounds, Nudged
+from schedlang.ir.module_copies import copy_module
+from schedlang.passes.analyze.cast_trial import ForwardFailure, check_forward, try_forward
+from schedlang.passes.propagate.casts import coarsest_epsilon
+from schedlang.passes.verify.conditioning import (
+    DRAWS,
+    IN_DTYPE,
+    OVERFLOWS,
+    ErrorBounds,
+    PerturbedRounding,
+)
 from schedlang.passes.verify.observe import (
     Batch,
     Condition,
     Loss,
     MakeOptimizer,
     Observation,
-    conditions,
     observe,
+    standard_conditions,
 )
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.relaxed import cast_twin
-from schedlang.passes.verify.sides import (
+from schedlang.passes.verify.proof_case import (
     Case,
-    dropout_of,
-    observed,
-    original,
-    program_of,
-    sequential,
-    twin,
+    build_program,
+    copy_original,
+    make_dropout,
+    make_original_subject,
+    observe_programs,
+    run_original,
 )
+from schedlang.passes.verify.relaxed_original import apply_casts
+from schedlang.passes.verify.requirements import Curve, requirements_of
 from schedlang.report import Row
-from schedlang.runtime.activation_memory.quantized import noting
-from schedlang.runtime.batch import called
-from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.launch.pool import Pool, threads_of_ranks
-from schedlang.runtime.modes import ModeOrFactory, ambient
-from schedlang.runtime.moe.choices import Choices
+from schedlang.runtime.activation_memory.quantized import record_near_ties
+from schedlang.runtime.batch import run_model
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
+from schedlang.runtime.launch.pool import Pool, use_threads_of_ranks
+from schedlang.runtime.modes import ModeOrFactory, enter_modes
+from schedlang.runtime.moe.discrete_choices import ChoiceRecorder
 from schedlang.runtime.program import Program
 
 # ---- The program in the working dtype, compared with float64 by the original's roundings.
 
 
-def rounded(working: Case, conditions: Sequence[Condition], made: list[Program]) -> Observation:
+def observe_ranks(
+    working: Case, conditions: Sequence[Condition], made: list[Program]
+) -> Observation:
     """Observe a rank's program in the working dtype, with the choices and codes of all ranks."""
     first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
-    chosen = Choices()
-    with ambient(chosen), noting() as tipped:
-        seen = observed(working, first, made, brief=True)  # nothing else is compared
-    return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
+    chosen = ChoiceRecorder()
+    with enter_modes(chosen), record_near_ties() as tipped:
+        seen = observe_programs(working, first, made, brief=True)  # nothing else is compared
+    return replace(seen, choices=chosen.gather(), tipped=tipped.gather())
 
 
-CHOSEN = "as ranks chose"
-TIPPED = "numbers that roundings tip are taken as ranks took them"
-SCALED = "a loss scaled by"
-LESS = 16  # divides the loss scale if the scale decides which gradients overflow
-Again = Callable[[Case], Observation]
+CHOICES_NOTE = "as ranks chose"
+ROUNDED_NOTE = "numbers that roundings tip are taken as ranks took them"
+SCALE_NOTE = "a loss scaled by"
+SCALE_DIVISOR = 16  # divides the loss scale if the scale decides which gradients overflow
+RunAgain = Callable[[Case], Observation]
 
 
 @dataclass(frozen=True)
-class Rounded:
+class WorkingRun:
     """A program that ran in its working dtype, and the data that it is compared with.
 
     Only the first condition is compared. `exact` is the original in float64, `program` the program
     in the working dtype.
-      `again`  runs the program of another working case; None: it cannot run again
-      plain    the original's unperturbed run, if known (`as_it_stands`)
+      `run_again`  runs the program of another working case; None: it cannot run again
+      plain    the original's unperturbed run, if known (`observe_original`)
     """
 
     case: Case
@@ -79,7 +87,7 @@ class Rounded:
     conditions: Sequence[Condition]
     exact: Observation
     program: Observation
-    again: Again | None = None
+    run_again: RunAgain | None = None
     plain: Observation | None = None
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
@@ -94,17 +102,17 @@ class Rounded:
         """
         draws, program = 0 if wrong else DRAWS, self.program
         rows = self._against(draws)
-        other = tipped(self.exact.choices, program.choices)
+        other = describe_changed_choices(self.exact.choices, program.choices)
         if wrong or all(row.ok for row in rows) or not (program.tipped or other):
             return rows
         codes: Any = program.tipped or None
         case, working = (
-            replace(one, tipped=codes, chosen=program.choices) for one in (self.case, self.working)
+            replace(one, tipped=codes, choices=program.choices) for one in (self.case, self.working)
         )
-        exact, _ = original(case, self.conditions[:1])
+        exact, _ = run_original(case, self.conditions[:1])
         again = replace(self, case=case, working=working, exact=exact, plain=None)
         rows = again._against(draws)
-        note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
+        note = ROUNDED_NOTE if program.tipped else f"{CHOICES_NOTE}: {other[0]}"
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
     def _against(self, draws: int) -> list[Row]:
@@ -118,38 +126,46 @@ class Rounded:
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.conditions[0].name}
         plan = self.working.plan
         seen = replace(exact, tensors=tensors)
-        bounds = Bounds(seen, self._run, draws, _plain=self.plain)
-        row = plan.scaled
-        if row is None or row.scale == 1 or self.again is None:
-            return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
-        if not bounds.tells_apart(self.program):
-            return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=True)]
-        scale = max(1, row.scale // LESS)
+        bounds = ErrorBounds(seen, self._run, draws, _plain=self.plain)
+        row = plan.loss_scaling
+        if row is None or row.scale == 1 or self.run_again is None:
+            return [
+                *bounds.rows(
+                    self.program,
+                    rtol=requirements_of(plan).rtol,
+                    casts=bool(coarsest_epsilon(plan)),
+                )
+            ]
+        if not bounds.overflows_elsewhere(self.program):
+            return [*bounds.rows(self.program, rtol=requirements_of(plan).rtol, casts=True)]
+        scale = max(1, row.scale // SCALE_DIVISOR)
         casts = tuple(replace(one, scale=scale) if one is row else one for one in plan.casts)
         less = replace(self.working, plan=replace(plan, casts=casts))
-        rows = replace(self, working=less, program=self.again(less), plain=None)._against(draws)
-        note = f"{SCALED} {scale:,}, not {row.scale:,}, with which sides skip different steps"
+        rows = replace(self, working=less, program=self.run_again(less), plain=None)._against(draws)
+        note = f"{SCALE_NOTE} {scale:,}, not {row.scale:,}, with which sides skip different steps"
         return [replace(one, note=one.note or note) for one in rows]
 
     def _run(self, draw: int) -> Observation:
-        return as_it_stands(self.working, self.conditions, self.exact, draw)
+        return observe_original(self.working, self.conditions, self.exact, draw)
 
 
-def as_it_stands(
+def observe_original(
     working: Case, conditions: Sequence[Condition], exact: Observation, draw: int = 0
 ) -> Observation:
     """Observe the original in the working dtype under the plan's casts; `Nudged` by a draw > 0.
 
     The run chooses as the float64 run `exact` does.
     """
-    nudged = Nudged(draw) if draw else nullcontext()
-    threads = threads_of_ranks(working.plan.mesh.world)
+    nudged = PerturbedRounding(draw) if draw else nullcontext()
+    threads = use_threads_of_ranks(working.plan.mesh.world)
     first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
-    with ambient(dropout_of(working), Choices(exact.choices)), nudged, threads:
-        return observe(lambda condition: sequential(working, condition, cast=True), first)
+    with enter_modes(make_dropout(working), ChoiceRecorder(exact.choices)), nudged, threads:
+        return observe(
+            lambda condition: make_original_subject(working, condition, cast=True), first
+        )
 
 
-def bounds_of(
+def error_bounds(
     model: nn.Module,
     conditions: Sequence[Condition],
     loss: Loss | None = None,
@@ -159,7 +175,7 @@ def bounds_of(
     ranks: int = 1,
     choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
     rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Bounds:
+) -> ErrorBounds:
     """Return error bounds for any program that trains a model in a low dtype.
 
       model     the model with the ranks' initial weights, in the dtype that stores them
@@ -177,7 +193,7 @@ def bounds_of(
         module: nn.Module, conditions: Sequence[Condition], *more: ModeOrFactory
     ) -> Observation:
         def make(c: Condition) -> Sequential:
-            twin: Any = copied(module)
+            twin: Any = copy_module(module)
             given = loss
             if autocast is not None:
                 twin.forward = torch.autocast("cpu", autocast)(twin.forward)
@@ -185,26 +201,32 @@ def bounds_of(
             options: dict[str, Any] = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
             return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
 
-        with ambient(*more, *modes):
+        with enter_modes(*more, *modes):
             return observe(make, conditions)
 
-    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in conditions]
+    wide = [
+        replace(one, batches=tuple(map(to_float64, map(dict, one.batches)))) for one in conditions
+    ]
 
     def run(draw: int) -> Observation:
-        with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext(), rounding():
+        with (
+            use_threads_of_ranks(ranks),
+            PerturbedRounding(draw) if draw else nullcontext(),
+            rounding(),
+        ):
             return seen(model, conditions, choosing(draw))
 
-    return Bounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
+    return ErrorBounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
 
 
-def magnified(case: Case, conditions: Sequence[Condition], exact: Observation) -> Bounds:
+def float64_bounds(case: Case, conditions: Sequence[Condition], exact: Observation) -> ErrorBounds:
     """Return bounds of how far the original itself magnifies roundings in float64."""
 
     def run(draw: int) -> Observation:
-        with Nudged(draw + 1, wide=True):
-            return original(case, conditions)[0]
+        with PerturbedRounding(draw + 1, wide=True):
+            return run_original(case, conditions)[0]
 
-    return Bounds(exact, run)
+    return ErrorBounds(exact, run)
 
 
 # ---- Casts that torch cannot run on this machine.
@@ -219,25 +241,25 @@ def check_cast(working: Case | None) -> None:
         return
     plan, batch = working.plan, working.batches[0]
 
-    def run(casts: Sequence[Cast]) -> Failure | None:
-        module, options = twin(working), {"loss": working.loss}
-        cast_twin(replace(plan, casts=tuple(casts)), module, options)
+    def run(casts: Sequence[Cast]) -> ForwardFailure | None:
+        module, options = copy_original(working), {"loss": working.loss}
+        apply_casts(replace(plan, casts=tuple(casts)), module, options)
 
         def forward() -> None:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                output = called(module.train(), batch)
+                output = run_model(module.train(), batch)
                 if options["loss"] is not None:
                     options["loss"](output, batch)
 
-        return tried(module, forward)
+        return try_forward(module, forward)
 
-    refuse_failing(plan, run)
+    check_forward(plan, run)
 
 
 # ---- Undecided rows, and choices that roundings change.
 
 
-def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def split_undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Drop rows whose original is not finite in the working dtype; return the rest and a note."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
     why = f"{OVERFLOWS} there"
@@ -247,7 +269,7 @@ def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return [row for row in rows if row not in over], said
 
 
-def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
+def describe_changed_choices(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
     """Describe the number of changed choices, by module and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
     for key, wanted in right.items():
@@ -286,19 +308,19 @@ def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
 
 
 def _original(working: Case, steps: int) -> list[float]:
-    with ambient(dropout_of(working)):
-        subject = Sequential(twin(working), _adamw(working), loss=working.loss)
+    with enter_modes(make_dropout(working)):
+        subject = Sequential(copy_original(working), _adamw(working), loss=working.loss)
         return [float(subject.train_step(batch)) for batch in _cycled(working, steps)]
 
 
 def _program(working: Case, steps: int) -> list[float]:
     """Train on a rank, and return the program's losses."""
-    program = program_of(working, optimizer=_adamw(working))
+    program = build_program(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
 
 
 def _adamw(working: Case) -> MakeOptimizer:
-    return conditions(working.batches, 1.0)[1].optimizer
+    return standard_conditions(working.batches, 1.0)[1].optimizer
 
 
 def _cycled(working: Case, steps: int) -> list[Batch]:

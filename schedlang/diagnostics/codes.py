@@ -17,7 +17,7 @@ from schedlang.diagnostics.code_texts import models, proofs, reading, rows, runn
 
 SECTION = re.compile(r"^-- (\S+) --\n", re.MULTILINE)
 MODEL = "model.py"  # the file that most examples share and do not show
-SAYS = "says"
+MESSAGE_SECTION = "says"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Example:
 
     command: str
     files: Mapping[str, str]
-    says: str
+    message: str
 
     @property
     def words(self) -> list[str]:
@@ -43,30 +43,30 @@ class Example:
         """Format the example as its file has it."""
         parts = [f"$ {self.command}\n"]
         parts += [f"-- {name} --\n{text}" for name, text in self.files.items()]
-        return "".join([*parts, f"-- {SAYS} --\n{self.says}"])
+        return "".join([*parts, f"-- {MESSAGE_SECTION} --\n{self.message}"])
 
     def page(self) -> str:
         """Format the example for a reader: the files, then the command and its output."""
         shown = [f"{name}\n\n{_indent(text)}" for name, text in self.files.items()]
-        return "\n".join([*shown, _indent(f"$ {self.command}\n{self.says}")])
+        return "\n".join([*shown, _indent(f"$ {self.command}\n{self.message}")])
 
 
-def read(text: str) -> Example:
+def parse_example(text: str) -> Example:
     """Parse an example from the text of its file: `$ command`, then `-- name --` before each
     part."""
     head, *rest = SECTION.split(text)
     files = dict(zip(rest[::2], rest[1::2], strict=True))
-    return Example(head.strip().removeprefix("$ "), files, files.pop(SAYS, ""))
+    return Example(head.strip().removeprefix("$ "), files, files.pop(MESSAGE_SECTION, ""))
 
 
 @cache
 def example(code: str) -> Example | None:
     """Return the example of a code; None if the code has none."""
     place = _example_folder() / f"{code}.txt"
-    return read(place.read_text(encoding="utf-8")) if place.is_file() else None
+    return parse_example(place.read_text(encoding="utf-8")) if place.is_file() else None
 
 
-def exemplified() -> Iterator[str]:
+def codes_with_examples() -> Iterator[str]:
     """Yield the codes that have an example, in order."""
     names = (entry.name.partition(".")[0] for entry in _example_folder().iterdir())
     yield from sorted(name for name in names if re.fullmatch(r"[SW]\d{3}", name))
@@ -126,7 +126,7 @@ def to_json(code: str) -> dict[str, object]:
     title, text = CODES[code] if code in CODES else WARNINGS[code]
     shown = example(code)
     made = (
-        {"command": shown.command, "files": dict(shown.files), "says": shown.says}
+        {"command": shown.command, "files": dict(shown.files), "says": shown.message}
         if shown
         else None
     )

@@ -14,9 +14,9 @@ from functools import wraps
 from types import FunctionType
 from typing import ParamSpec, TypeVar
 
+from schedlang.diagnostics.job_refusals import install_hook, is_in_job
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
-from schedlang.diagnostics.tables import PLAIN, wrapped
-from schedlang.diagnostics.told_once import in_a_job, install
+from schedlang.diagnostics.tables import DEFAULT_COLUMNS, wrap_text
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -24,13 +24,15 @@ R = TypeVar("R")
 Spell = Callable[[str], str]
 Facts = tuple[tuple[str, str], ...]
 # spells helps for a caller in Python: `schedlang.language.lift` appends its function
-SPELLED: list[Spell] = []
-TYPED = {"<stdin>"}  # sources whose lines Python does not store, so that none can be shown
-SIMILAR = 0.6  # minimal similarity of a guess
-MOST = 100  # messages shown at once
-WIDEST = 160  # columns shown of a line
-LONGEST = 1000  # characters of a sentence
-NARROWEST = 40  # minimal columns of a label below its marks
+HELP_SPELLERS: list[Spell] = []
+UNSTORED_SOURCES = {
+    "<stdin>"
+}  # sources whose lines Python does not store, so that none can be shown
+MIN_SIMILARITY = 0.6  # minimal similarity of a guess
+MAX_MESSAGES = 100  # messages shown at once
+MAX_COLUMNS = 160  # columns shown of a line
+MAX_SENTENCE = 1000  # characters of a sentence
+MIN_LABEL_COLUMNS = 40  # minimal columns of a label below its marks
 CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd") | {9: " "}
 
 
@@ -98,11 +100,14 @@ class Diagnostic:
 
 
 class Refusal(Exception):
-    """A user's mistake, or several independent ones, sorted by place; at most the first `MOST`."""
+    """A user's mistake, or several independent ones, sorted by place; at most the first
+    `MAX_MESSAGES`."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         assert diagnostics, "a refusal says why"
-        self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_sort_key))
+        self.diagnostics: tuple[Diagnostic, ...] = limit_messages(
+            sorted(diagnostics, key=_sort_key)
+        )
         super().__init__(*self.diagnostics)
 
     @classmethod
@@ -134,21 +139,24 @@ class Refusal(Exception):
         return "\n\n".join(d.render(width) for d in self.diagnostics)
 
     def __str__(self) -> str:
-        return "\n" + self.render(PLAIN)
+        return "\n" + self.render(DEFAULT_COLUMNS)
 
 
-def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Return the first `MOST` messages; the last one notes that there are more."""
-    if len(diagnostics) <= MOST:
+def limit_messages(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Return the first `MAX_MESSAGES` messages; the last one notes that there are more."""
+    if len(diagnostics) <= MAX_MESSAGES:
         return tuple(diagnostics)
-    *first, last = diagnostics[:MOST]
+    *first, last = diagnostics[:MAX_MESSAGES]
     return (
         *first,
-        replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")),
+        replace(
+            last,
+            notes=(*last.notes, f"there are more messages; the first {MAX_MESSAGES} are shown"),
+        ),
     )
 
 
-def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
+def refuse_at_caller() -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator: refusals without a place get the caller's line of Python."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -157,8 +165,8 @@ def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except Refusal as refusal:
-                if in_a_job():
-                    install()
+                if is_in_job():
+                    install_hook()
                 raise refusal.at(python_span()) from refusal.__cause__
 
         return placed
@@ -166,25 +174,25 @@ def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def at_their_callers_lines(cls: type[T]) -> type[T]:
+def refuse_methods_at_caller(cls: type[T]) -> type[T]:
     """Decorate a class: refusals of its public methods and properties get the caller's line of
     Python."""
     for name, found in list(vars(cls).items()):
         if name.startswith("_") and name != "__call__":
             continue
         if isinstance(found, FunctionType):
-            setattr(cls, name, at_the_callers_line()(found))
+            setattr(cls, name, refuse_at_caller()(found))
         elif isinstance(found, property) and found.fget is not None:
-            placed = at_the_callers_line()(found.fget)
+            placed = refuse_at_caller()(found.fget)
             setattr(cls, name, property(placed, found.fset, found.fdel, found.__doc__))
     return cls
 
 
-def closest(word: str, options: Iterable[str]) -> str | None:
+def find_closest(word: str, options: Iterable[str]) -> str | None:
     """Return the option most similar to `word`, or None if none is similar enough."""
     known = sorted(set(options))
     low = {option.lower(): option for option in reversed(known)}
-    hits = difflib.get_close_matches(word.lower(), list(low), 1, SIMILAR)
+    hits = difflib.get_close_matches(word.lower(), list(low), 1, MIN_SIMILARITY)
     return low[hits[0]] if hits else None
 
 
@@ -196,24 +204,24 @@ def kind_of(value: object) -> str:
     return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
 
 
-def quoted(names: Iterable[str], most: int = 8) -> str:
+def quote_names(names: Iterable[str], most: int = 8) -> str:
     """Format names in code marks, at most `most` of them: `a`, `b`, `c`."""
     every = list(names)
     shown = ", ".join(f"`{name}`" for name in every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
 
 
-def guess(word: str, options: Iterable[str], choose: str) -> str:
+def suggest_name(word: str, options: Iterable[str], choose: str) -> str:
     """Return the help for an unknown `word`: the closest option, else all options."""
     known = list(options)
-    near = closest(word, known)
-    return f"did you mean `{near}`?" if near else f"{choose} {quoted(known)}"
+    near = find_closest(word, known)
+    return f"did you mean `{near}`?" if near else f"{choose} {quote_names(known)}"
 
 
-def unknown(word: str, options: Iterable[str] = (), form: str = "{}") -> Facts:
+def facts_of_unknown(word: str, options: Iterable[str] = (), form: str = "{}") -> Facts:
     """Return the facts for an unknown `word`: the word, and the closest option, formatted by
     `form`."""
-    near = closest(word, options)
+    near = find_closest(word, options)
     return (("unknown", word), *((("meant", form.format(near)),) if near else ()))
 
 
@@ -228,7 +236,7 @@ def _display_width(text: str) -> int:
 
 def _shorten(text: str) -> str:
     """Shorten a sentence that quotes something very long."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= MAX_SENTENCE else f"{text[:MAX_SENTENCE]}..."
 
 
 def _frame_line(label: Label, sign: str) -> tuple[str, str]:
@@ -238,8 +246,8 @@ def _frame_line(label: Label, sign: str) -> tuple[str, str]:
     row = span.source.line(span.line).translate(CONTROL)
     end = span.end_col if span.end_line == span.line else len(row) + 1
     missing = max(0, span.col - 1 - len(row))  # columns from the line's end to a span behind it
-    first = max(0, span.col - WIDEST // 4) if len(row) > WIDEST else 0
-    last = first + WIDEST if len(row) > WIDEST else len(row)
+    first = max(0, span.col - MAX_COLUMNS // 4) if len(row) > MAX_COLUMNS else 0
+    last = first + MAX_COLUMNS if len(row) > MAX_COLUMNS else len(row)
     left, right = "..." if first else "", "..." if last < len(row) else ""
     before, under = left + row[first : span.col - 1], row[span.col - 1 : min(end - 1, last)]
     marks = f"{' ' * (_display_width(before) + missing)}{sign * max(1, _display_width(under))}"
@@ -251,14 +259,17 @@ def _label_lines(marks: str, text: str, width: int | None) -> list[str]:
     if not text or width is None or len(marks) + 1 + len(text) <= width:
         return [f"{marks} {text}".rstrip()]
     left = len(marks) - len(marks.lstrip())
-    return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]
+    return [
+        marks,
+        *wrap_text(text, width, " " * max(0, min(left, width - MIN_LABEL_COLUMNS)), None),
+    ]
 
 
 def _frame_source(
     labels: list[Label], primary: Label, gutter: int, width: int | None
 ) -> Iterable[str]:
     """Yield the marked lines of one source, `...` where lines are left out."""
-    room = None if width is None else max(width - gutter - len(" | "), NARROWEST)
+    room = None if width is None else max(width - gutter - len(" | "), MIN_LABEL_COLUMNS)
     last, shown = None, ""
     for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
         number = label.span.line
@@ -273,7 +284,7 @@ def _frame_source(
 
 
 def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
-    yield from wrapped(_shorten(d.title), width, f"{d.level}[{d.code}]: ", None)
+    yield from wrap_text(_shorten(d.title), width, f"{d.level}[{d.code}]: ", None)
     placed = [label for label in (d.primary, *d.also) if label.span]
     gutter = len(str(max((label.span.line for label in placed), default=0)))
     by_source: dict[Source, list[Label]] = {}
@@ -282,7 +293,7 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
     for number, (source, labels) in enumerate(by_source.items()):
         first = d.primary.span if number == 0 and d.primary.span else labels[0].span
         arrow = "-->" if number == 0 else ":::"
-        if source.name not in TYPED or source.text:
+        if source.name not in UNSTORED_SOURCES or source.text:
             yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
         if source.text:
             yield f"{' ' * gutter} |"
@@ -296,12 +307,12 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
     ]
     entries = [("note", note) for note in (*extra_notes, *d.notes) if note]
     for kind, text in (*entries, *(("help", text) for text in _spell_helps(d))):
-        yield from wrapped(_shorten(text), width, f"{' ' * gutter} = {kind}: ", None)
+        yield from wrap_text(_shorten(text), width, f"{' ' * gutter} = {kind}: ", None)
 
 
 def _spell_helps(d: Diagnostic) -> Iterator[str]:
     """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
-    spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
+    spell = HELP_SPELLERS[-1] if HELP_SPELLERS and d.primary.span.source.python else str
     yield from map(spell, d.helps)
 
 

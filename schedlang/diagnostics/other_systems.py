@@ -140,22 +140,24 @@ ORDER_NAMES = frozenset(
 )
 
 
-class Other(NamedTuple):
+class Replacement(NamedTuple):
     """The replacement of an argument that other systems have and schedlang has not.
 
     here  the argument to write instead, `{}` being its value; "": drop the argument; None: the
           whole row becomes `row`. Of several, separated by commas, the one with `{}`, or the first,
           is the replacement; the others are defaults that another argument of their name replaces
     why   a note for the reader
-    row   another row: instead of this one, or (with `here`) in addition to it
+    row   another row: instead of this one, or (with `argument`) in addition to it
     """
 
-    here: str | None = ""
+    argument: str | None = ""
     why: str = ""
     row: str = ""
 
 
-Table = Mapping[str, Other]  # keys: `argument=value`, `argument`, or `=value` for a positional one
+Table = Mapping[
+    str, Replacement
+]  # keys: `argument=value`, `argument`, or `=value` for a positional one
 
 _OWN_MASK = "a kernel uses the model's own mask, and is compared with the module"
 _OWN_DRAWS = "dropout masks are drawn as the model draws them; results do not change"
@@ -163,15 +165,17 @@ _ROUTER = "the model's own router stays"
 _AS_STORED = "parameters, their gradients and moments stay as they are stored"
 _ONE = "a row moves one thing"
 _CHOSEN = "choose the modules with the selector: `layers[:6]`"
-_ORDER = Other("", "the order of stages needs a separate row", 'pipeline(order="{}", micro=4)')
-_EXPERTS_BESIDE = Other(
+_ORDER = Replacement(
+    "", "the order of stages needs a separate row", 'pipeline(order="{}", micro=4)'
+)
+_EXPERTS_BESIDE = Replacement(
     None,
     "tokens are sent in chunks; each is sent while the one before is computed",
     "layers.*.mlp.experts  expert_parallel(over=ep, chunks=2)",
 )
-_GRADIENTS = Other("gradients")
-_TRANSFERS = Other("transfers")
-_BEHIND = Other(
+_GRADIENTS = Replacement("gradients")
+_TRANSFERS = Replacement("transfers")
+_BEHIND = Replacement(
     None,
     "parameters are gathered before their modules need them",
     "zero(stage=3, over=dp, prefetch=1)",
@@ -180,7 +184,7 @@ _GRID = "products over a grid of ranks have their own primitive"
 _EIGHT = "no primitive computes with 8 bits; 16 are the fewest"
 
 
-def _entry_for(words: str, one: Other) -> dict[str, Other]:
+def _entry_for(words: str, one: Replacement) -> dict[str, Replacement]:
     return dict.fromkeys(words.split(), one)
 
 
@@ -189,186 +193,191 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for(
             "save=flash_attention save=sdpa save=flex_attention save=flash save=attn save=attn_out"
             " save=attention_core save=scaled_dot_product_attention",
-            Other("attention", "`attention` means any attention kernel"),
+            Replacement("attention", "`attention` means any attention kernel"),
         ),
         **_entry_for(
-            "save=matmul save=mm save=gemm save=linears save=matrix_products", Other("linear")
+            "save=matmul save=mm save=gemm save=linears save=matrix_products", Replacement("linear")
         ),
         **_entry_for(
             "save=all_to_all save=all_reduce save=all_gather save=reduce_scatter save=comm",
-            Other("collective"),
+            Replacement("collective"),
         ),
-        "=selective": Other("save=[linear]", "`save` lists the results that are saved"),
-        "=full": Other(""),
-        "=except_last": Other(None, "select the other modules", "layers[:-1]  checkpoint()"),
-        "=dtr": Other("plan=dtr, memory=2GiB"),
-        "=rotor": Other("plan=rotor, memory=2GiB"),
-        "=sqrt": Other("group=sqrt"),
-        "=save": Other("save=[attention]"),
+        "=selective": Replacement("save=[linear]", "`save` lists the results that are saved"),
+        "=full": Replacement(""),
+        "=except_last": Replacement(None, "select the other modules", "layers[:-1]  checkpoint()"),
+        "=dtr": Replacement("plan=dtr, memory=2GiB"),
+        "=rotor": Replacement("plan=rotor, memory=2GiB"),
+        "=sqrt": Replacement("group=sqrt"),
+        "=save": Replacement("save=[attention]"),
         **_entry_for(
-            "mem budget", Other("plan=rotor, memory={}", "a plan fits the modules into this memory")
+            "mem budget",
+            Replacement("plan=rotor, memory={}", "a plan fits the modules into this memory"),
         ),
         **_entry_for(
             "mem=cap budget=cap cap",
-            Other("memory=2GiB, plan=rotor", "a plan fits the modules into this memory"),
+            Replacement("memory=2GiB, plan=rotor", "a plan fits the modules into this memory"),
         ),
-        **_entry_for("segments into", Other("group=sqrt", "`group` counts the modules of a group")),
-        **_entry_for("policy context_fn", Other("save=[linear]")),
-        "ratio": Other(None, _CHOSEN, "layers[:6]  checkpoint()"),
-        "offload": Other("", "", "layers.*  offload(activations)"),
-        **_entry_for("use_reentrant preserve_rng_state h reuse =reuse", Other("")),
+        **_entry_for(
+            "segments into", Replacement("group=sqrt", "`group` counts the modules of a group")
+        ),
+        **_entry_for("policy context_fn", Replacement("save=[linear]")),
+        "ratio": Replacement(None, _CHOSEN, "layers[:6]  checkpoint()"),
+        "offload": Replacement("", "", "layers.*  offload(activations)"),
+        **_entry_for("use_reentrant preserve_rng_state h reuse =reuse", Replacement("")),
     },
     "offload": {
         **_entry_for("what=grads what=grad", _GRADIENTS),
-        **_entry_for("what=params what=weights", Other("parameters")),
-        **_entry_for("what=optim what=optimizer_state what=states", Other("optimizer")),
-        **_entry_for("to=nvme to=ssd to=file", Other("disk")),
-        **_entry_for("to=host to=ram to=memory to=pinned", Other("cpu")),
-        **_entry_for("window=auto prefetch=auto =stream", Other("prefetch=1")),
-        "window": Other("prefetch={}"),
-        **_entry_for("ratio =pipeline_aware group chunk", Other("", _CHOSEN)),
+        **_entry_for("what=params what=weights", Replacement("parameters")),
+        **_entry_for("what=optim what=optimizer_state what=states", Replacement("optimizer")),
+        **_entry_for("to=nvme to=ssd to=file", Replacement("disk")),
+        **_entry_for("to=host to=ram to=memory to=pinned", Replacement("cpu")),
+        **_entry_for("window=auto prefetch=auto =stream", Replacement("prefetch=1")),
+        "window": Replacement("prefetch={}"),
+        **_entry_for("ratio =pipeline_aware group chunk", Replacement("", _CHOSEN)),
         **_entry_for(
             "pin_memory non_blocking",
-            Other("", "on a GPU copies are pinned and run on a separate stream"),
+            Replacement("", "on a GPU copies are pinned and run on a separate stream"),
         ),
-        "optimizer": Other("", "the step runs where its state is"),
-        **_entry_for("=optimizer =optim", Other("", _ONE, "offload(optimizer, to=cpu)")),
-        **_entry_for("=params =parameters", Other("", _ONE, "offload(parameters, to=cpu)")),
-        **_entry_for("=grads =gradients", Other("", _ONE, "offload(gradients, to=cpu)")),
-        "=activations": Other("", _ONE, "layers.*  offload(activations, to=cpu)"),
-        "prefetch=predict": Other("prefetch=1"),
-        "stage": Other(
+        "optimizer": Replacement("", "the step runs where its state is"),
+        **_entry_for("=optimizer =optim", Replacement("", _ONE, "offload(optimizer, to=cpu)")),
+        **_entry_for("=params =parameters", Replacement("", _ONE, "offload(parameters, to=cpu)")),
+        **_entry_for("=grads =gradients", Replacement("", _ONE, "offload(gradients, to=cpu)")),
+        "=activations": Replacement("", _ONE, "layers.*  offload(activations, to=cpu)"),
+        "prefetch=predict": Replacement("prefetch=1"),
+        "stage": Replacement(
             None, "an order moves the saved tensors of a stage", 'pipeline(order="BPipe", micro=8)'
         ),
     },
     "compress": {
-        **_entry_for("what=grads what=grad what=reduce", Other("gradients, over=dp")),
+        **_entry_for("what=grads what=grad what=reduce", Replacement("gradients, over=dp")),
         **_entry_for(
             "what=weights what=params what=pipe what=a2a what=pipe.backward",
-            Other(
+            Replacement(
                 None,
                 "only gradient all-reduces and saved activations can be compressed",
                 "compress(gradients, int8, over=dp)",
             ),
         ),
-        "what=acts": Other("activations"),
-        "how=zfp": Other("int8"),
-        **_entry_for("group block_size", Other("block={}")),
+        "what=acts": Replacement("activations"),
+        "how=zfp": Replacement("int8"),
+        **_entry_for("group block_size", Replacement("block={}")),
         **_entry_for(
             "error feedback ef",
-            Other("error_feedback=true", "`error_feedback` is on by default"),
+            Replacement("error_feedback=true", "`error_feedback` is on by default"),
         ),
-        "stochastic": Other("", "rounding is always stochastic"),
-        "=stochastic": Other("", "rounding is always stochastic"),
-        **_entry_for("ema per select warmup two_level =a2a =two_level =adam", Other("")),
+        "stochastic": Replacement("", "rounding is always stochastic"),
+        "=stochastic": Replacement("", "rounding is always stochastic"),
+        **_entry_for("ema per select warmup two_level =a2a =two_level =adam", Replacement("")),
     },
     "cast": {
-        **_entry_for("dtype=half dtype=float16", Other("fp16")),
-        "dtype=bfloat16": Other("bf16"),
-        **_entry_for("dtype=float dtype=float32 dtype=full", Other("fp32")),
-        **_entry_for("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Other("bf16", _EIGHT)),
+        **_entry_for("dtype=half dtype=float16", Replacement("fp16")),
+        "dtype=bfloat16": Replacement("bf16"),
+        **_entry_for("dtype=float dtype=float32 dtype=full", Replacement("fp32")),
+        **_entry_for("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Replacement("bf16", _EIGHT)),
         **_entry_for(
             "loss_scale=dynamic =loss_scale scaler grad_scaler",
-            Other("", "each `fp16` row scales the loss, and adapts the scale"),
+            Replacement("", "each `fp16` row scales the loss, and adapts the scale"),
         ),
-        "loss_scale": Other("scale={}"),
-        **_entry_for("master =master =master_weights", Other("", _AS_STORED)),
-        "=autocast": Other("", "it is torch's autocast unless you write `params=true`"),
-        **_entry_for("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Other("")),
-        "reduce": Other("", "gradients are reduced in the dtype in which they are stored"),
+        "loss_scale": Replacement("scale={}"),
+        **_entry_for("master =master =master_weights", Replacement("", _AS_STORED)),
+        "=autocast": Replacement("", "it is torch's autocast unless you write `params=true`"),
+        **_entry_for("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Replacement("")),
+        "reduce": Replacement("", "gradients are reduced in the dtype in which they are stored"),
     },
     "fuse": {
-        **_entry_for("with=triton backend=triton with=rowwise", Other("backend=rowwise")),
+        **_entry_for("with=triton backend=triton with=rowwise", Replacement("backend=rowwise")),
         **_entry_for(
             "with=inductor with=compile with=torch_compile with=nvfuser with=torchscript"
             " backend=compile backend=torchscript backend=nvfuser",
-            Other("backend=inductor"),
+            Replacement("backend=inductor"),
         ),
-        "with=auto": Other("backend=auto"),
-        "rng": Other("", _OWN_DRAWS),
-        **_entry_for("fullgraph dynamic mode", Other("", "a region must be one graph")),
+        "with=auto": Replacement("backend=auto"),
+        "rng": Replacement("", _OWN_DRAWS),
+        **_entry_for("fullgraph dynamic mode", Replacement("", "a region must be one graph")),
     },
     "replace_kernel": {
-        "causal": Other("", _OWN_MASK),
+        "causal": Replacement("", _OWN_MASK),
         **_entry_for(
             "mask window dropout dropout_p scale softcap is_causal softmax_scale",
-            Other("", _OWN_MASK),
+            Replacement("", _OWN_MASK),
         ),
-        **_entry_for("eps offset block", Other("", "it is measured on the module")),
-        **_entry_for("kernel=flash kernel=fa kernel=flash_attn", Other("flash_attention")),
-        **_entry_for("kernel=flex", Other("flex_attention")),
+        **_entry_for("eps offset block", Replacement("", "it is measured on the module")),
+        **_entry_for("kernel=flash kernel=fa kernel=flash_attn", Replacement("flash_attention")),
+        **_entry_for("kernel=flex", Replacement("flex_attention")),
         **_entry_for(
-            "kernel=attention kernel=xformers kernel=scaled_dot_product_attention", Other("sdpa")
+            "kernel=attention kernel=xformers kernel=scaled_dot_product_attention",
+            Replacement("sdpa"),
         ),
         **_entry_for(
             "kernel=grouped_gemm kernel=grouped_mm kernel=megablocks kernel=scatter2scatter"
             " kernel=scattermoe",
-            Other("grouped"),
+            Replacement("grouped"),
         ),
         **_entry_for(
-            "kernel=swiglu kernel=geglu kernel=liger.swiglu kernel=liger.geglu", Other("gated")
+            "kernel=swiglu kernel=geglu kernel=liger.swiglu kernel=liger.geglu",
+            Replacement("gated"),
         ),
-        "kernel=liger.rope": Other("rope"),
-        "kernel=liger.cross_entropy": Other("cross_entropy"),
+        "kernel=liger.rope": Replacement("rope"),
+        "kernel=liger.cross_entropy": Replacement("cross_entropy"),
         **_entry_for(
             "kernel=liger.fused_linear_cross_entropy kernel=fused_linear_cross_entropy",
-            Other("linear_cross_entropy"),
+            Replacement("linear_cross_entropy"),
         ),
         **_entry_for(
             "kernel=sliding_window kernel=tiled_gemm",
-            Other(
+            Replacement(
                 None,
                 "a kernel computes the same as its module; use your own module instead",
                 "layers.*.attn  replace(my_attention)",
             ),
         ),
     },
-    "decompose": {"what=linear": Other("bias")},
+    "decompose": {"what=linear": Replacement("bias")},
     "pipeline_split": {
-        **_entry_for("balance=peak_memory balance=mem", Other("memory")),
-        **_entry_for("balance=flops balance=latency balance=cost", Other("time")),
-        "balance=parameters": Other("params"),
-        **_entry_for("balance=layers balance=uniform balance=none", Other("even")),
+        **_entry_for("balance=peak_memory balance=mem", Replacement("memory")),
+        **_entry_for("balance=flops balance=latency balance=cost", Replacement("time")),
+        "balance=parameters": Replacement("params"),
+        **_entry_for("balance=layers balance=uniform balance=none", Replacement("even")),
         **_entry_for("order schedule using =", _ORDER),
         **_entry_for(
             "into stages parts",
-            Other(
+            Replacement(
                 "", "the number of stages is the ranks of `over` times the `chunks` of the order"
             ),
         ),
         **_entry_for(
             "chunks waves directions",
-            Other(
+            Replacement(
                 "",
                 "the order sets the stages on each rank",
                 'pipeline(order="Interleaved1F1B", micro=8, chunks={})',
             ),
         ),
-        "side": Other("", "a stage begins with the selected module"),
+        "side": Replacement("", "a stage begins with the selected module"),
         **_entry_for(
             "micro microbatches",
-            Other("", "the order takes this argument", 'pipeline(order="1F1B", micro={})'),
+            Replacement("", "the order takes this argument", 'pipeline(order="1F1B", micro={})'),
         ),
     },
     "pipeline": {
-        **_entry_for("schedule using", Other('order="{}"')),
+        **_entry_for("schedule using", Replacement('order="{}"')),
         **_entry_for(
-            "microbatches num_microbatches n_microbatches micro_batches", Other("micro={}")
+            "microbatches num_microbatches n_microbatches micro_batches", Replacement("micro={}")
         ),
-        **_entry_for("accumulate gradient_accumulation_steps", Other("micro={}")),
-        **_entry_for("into stages", Other("", "", "layers  pipeline_split(over=pp)")),
-        **_entry_for("stash checkpoint", Other("")),
+        **_entry_for("accumulate gradient_accumulation_steps", Replacement("micro={}")),
+        **_entry_for("into stages", Replacement("", "", "layers  pipeline_split(over=pp)")),
+        **_entry_for("stash checkpoint", Replacement("")),
     },
     "zero": {
-        "reshard_after_forward": Other("reshard={}"),
+        "reshard_after_forward": Replacement("reshard={}"),
         **_entry_for(
             "unit =unit =chunk capture",
-            Other("", "units are the elements of the model's module lists"),
+            Replacement("", "units are the elements of the model's module lists"),
         ),
-        **_entry_for("offload cpu_offload", Other("", "", "offload(optimizer, to=cpu)")),
+        **_entry_for("offload cpu_offload", Replacement("", "", "offload(optimizer, to=cpu)")),
         **_entry_for(
             "secondary group",
-            Other(
+            Replacement(
                 "",
                 "slices are over the axes of `over`; replicate over another axis",
                 "zero(stage=0, over=nodes)",
@@ -378,79 +387,90 @@ ARGUMENTS: Mapping[str, Table] = {
     "shard": {
         **_entry_for(
             "style=column style=colwise style=columnwise style=column_parallel by=column",
-            Other("col"),
+            Replacement("col"),
         ),
-        **_entry_for("style=rowwise style=row_parallel", Other("row")),
+        **_entry_for("style=rowwise style=row_parallel", Replacement("row")),
         **_entry_for(
             "style=seq style=sequence",
-            Other("input=S(seq), output=S(seq)", "this is for a norm between two sharded layers"),
+            Replacement(
+                "input=S(seq), output=S(seq)", "this is for a norm between two sharded layers"
+            ),
         ),
-        **_entry_for("style=vocab_parallel style=embedding", Other("vocab")),
-        "style=summa": Other(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
-        "style=cube": Other(None, _GRID, "layers.*.mlp.up  grid(cube, over=(x, y, z))"),
+        **_entry_for("style=vocab_parallel style=embedding", Replacement("vocab")),
+        "style=summa": Replacement(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
+        "style=cube": Replacement(None, _GRID, "layers.*.mlp.up  grid(cube, over=(x, y, z))"),
         **_entry_for(
             "style=h style=w style=spatial",
-            Other(
+            Replacement(
                 None,
                 "images are split along a dim; the halo is measured",
                 "conv  shard(input=S(2), output=S(2), over=sp)",
             ),
         ),
-        "style=dim": Other(
+        "style=dim": Replacement(
             None,
             "set the placements of input and output",
             "layers.*.attn  shard(input=S(2), output=S(1), over=cp)",
         ),
         **_entry_for(
             "style=batch style=data",
-            Other(None, "the batch is split over the axes of `zero`", "zero(stage=0, over=dp)"),
+            Replacement(
+                None, "the batch is split over the axes of `zero`", "zero(stage=0, over=dp)"
+            ),
         ),
-        "by=col": Other("col"),
-        "by=row": Other("row"),
-        "by=vocab": Other("vocab"),
+        "by=col": Replacement("col"),
+        "by=row": Replacement("row"),
+        "by=vocab": Replacement("vocab"),
         **_entry_for(
             "rng=per_rank rng",
-            Other(
+            Replacement(
                 "",
                 "every rank draws the full mask and keeps its shard:"
                 " the same numbers as one process",
             ),
         ),
-        **_entry_for("gather_output", Other("output=R")),
-        "input_is_parallel": Other("input=S(-1)"),
-        "sequence_parallel": Other("output=S(seq)"),
-        **_entry_for("halo stride", Other("", "the halo is found by tracing")),
+        **_entry_for("gather_output", Replacement("output=R")),
+        "input_is_parallel": Replacement("input=S(-1)"),
+        "sequence_parallel": Replacement("output=S(seq)"),
+        **_entry_for("halo stride", Replacement("", "the halo is found by tracing")),
     },
     "context_parallel": {
-        **_entry_for("method=ring_attention method=p2p", Other("ring")),
-        **_entry_for("method=all_gather method=allgather method=kv_gather", Other("gather")),
-        **_entry_for("method=all_to_all method=a2a method=deepspeed_ulysses", Other("ulysses")),
-        **_entry_for("method=two_d method=loongtrain", Other("usp")),
-        **_entry_for("method=n_body method=wallfacer", Other("nbody")),
-        "method=burst": Other("double_ring"),
+        **_entry_for("method=ring_attention method=p2p", Replacement("ring")),
+        **_entry_for("method=all_gather method=allgather method=kv_gather", Replacement("gather")),
         **_entry_for(
-            "layout=head_tail layout=load_balanced layout=balanced", Other("layout=zigzag")
+            "method=all_to_all method=a2a method=deepspeed_ulysses", Replacement("ulysses")
         ),
-        **_entry_for("layout=stripe layout=round_robin", Other("layout=striped")),
-        "balance": Other("layout=zigzag", "this layout gives all ranks equal work"),
-        "double": Other("", "for rings in rings write `double_ring, over=(nodes, gpus)`"),
-        **_entry_for("blockwise store inner_ring first causal c", Other("")),
+        **_entry_for("method=two_d method=loongtrain", Replacement("usp")),
+        **_entry_for("method=n_body method=wallfacer", Replacement("nbody")),
+        "method=burst": Replacement("double_ring"),
+        **_entry_for(
+            "layout=head_tail layout=load_balanced layout=balanced", Replacement("layout=zigzag")
+        ),
+        **_entry_for("layout=stripe layout=round_robin", Replacement("layout=striped")),
+        "balance": Replacement("layout=zigzag", "this layout gives all ranks equal work"),
+        "double": Replacement("", "for rings in rings write `double_ring, over=(nodes, gpus)`"),
+        **_entry_for("blockwise store inner_ring first causal c", Replacement("")),
     },
     "expert_parallel": {
         **_entry_for(
-            "dispatch=a2a dispatch=alltoall dispatch=all2all", Other("dispatch=all_to_all")
+            "dispatch=a2a dispatch=alltoall dispatch=all2all", Replacement("dispatch=all_to_all")
         ),
-        **_entry_for("=a2a =all_to_all", Other("dispatch=all_to_all")),
-        **_entry_for("dispatch=allgather dispatch=all_gather =gather", Other("dispatch=gather")),
-        "=fetch": Other("dispatch=fetch"),
-        "=experts": Other(""),
-        "=adaptive": Other(""),
-        **_entry_for("capacity=inf capacity=infinite", Other("", "by default no token is dropped")),
-        "capacity_factor": Other("capacity={}"),
-        **_entry_for("degree slices parts", Other("chunks={}")),
-        **_entry_for("tp tensor", Other("inner=tp")),
-        **_entry_for("top top_k group residual topology_loss", Other("", _ROUTER)),
-        **_entry_for("prefetch share", Other("")),
+        **_entry_for("=a2a =all_to_all", Replacement("dispatch=all_to_all")),
+        **_entry_for(
+            "dispatch=allgather dispatch=all_gather =gather", Replacement("dispatch=gather")
+        ),
+        "=fetch": Replacement("dispatch=fetch"),
+        "=experts": Replacement(""),
+        "=adaptive": Replacement(""),
+        **_entry_for(
+            "capacity=inf capacity=infinite",
+            Replacement("", "by default no token is dropped"),
+        ),
+        "capacity_factor": Replacement("capacity={}"),
+        **_entry_for("degree slices parts", Replacement("chunks={}")),
+        **_entry_for("tp tensor", Replacement("inner=tp")),
+        **_entry_for("top top_k group residual topology_loss", Replacement("", _ROUTER)),
+        **_entry_for("prefetch share", Replacement("")),
     },
     "overlap": {
         **_entry_for(
@@ -462,32 +482,34 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for(
             "what=all_to_all what=a2a what=alltoall what=dispatch what=combine", _EXPERTS_BESIDE
         ),
-        "what=load": Other(
+        "what=load": Replacement(
             None,
             "copies start before their modules need them",
             "offload(parameters, to=cpu, prefetch=1)",
         ),
-        "what=place": Other(
+        "what=place": Replacement(
             None,
             "hot experts are copied to all ranks",
             "layers.*.mlp.experts  expert_parallel(over=ep, shadow=[0])",
         ),
         **_entry_for(
             "what=priority what=first_layer_first what=optimal_order",
-            Other(
+            Replacement(
                 "gradients",
                 "all-reduces start in the order in which backward computes the gradients",
             ),
         ),
-        "into": Other(""),
-        **_entry_for("with priority", Other("", "communication overlaps with any computation")),
+        "into": Replacement(""),
+        **_entry_for(
+            "with priority", Replacement("", "communication overlaps with any computation")
+        ),
     },
-    "split_backward": _entry_for("=wgrad =late wgrad", Other("")),
-    "pad": _entry_for("to multiple_of", Other("multiple={}")),
+    "split_backward": _entry_for("=wgrad =late wgrad", Replacement("")),
+    "pad": _entry_for("to multiple_of", Replacement("multiple={}")),
     "freeze": _entry_for(
         "names=grad_norm names=rotate",
-        Other(None, "select the modules that are frozen", "layers[:2]  freeze()"),
+        Replacement(None, "select the modules that are frozen", "layers[:2]  freeze()"),
     ),
-    "tie": {"to": Other("", "the first selected module gives its parameters")},
-    "verify": {"atol": Other("", "in float64 the tolerance follows from the norms")},
+    "tie": {"to": Replacement("", "the first selected module gives its parameters")},
+    "verify": {"atol": Replacement("", "in float64 the tolerance follows from the norms")},
 }

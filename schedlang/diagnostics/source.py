@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-MOST = 2**28  # bytes; a table of eight million operations has a third of it
+MAX_FILE_BYTES = 2**28  # bytes; a table of eight million operations has a third of it
 
 
 @contextmanager
-def regular(path: str | Path) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for reading; raises OSError also for a device or a pipe."""
     with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -31,18 +31,18 @@ def regular(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def bytes_of(path: str | Path, most: int = MOST) -> bytes:
+def read_bytes(path: str | Path, most: int = MAX_FILE_BYTES) -> bytes:
     """Return the bytes of a regular file; raises OSError also for more than `most` bytes."""
-    with regular(path) as file:
+    with open_regular(path) as file:
         found = file.read(most + 1)
     if len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most // 2**20} MiB", str(path))
     return found
 
 
-def text_of(path: str | Path) -> str:
+def read_utf8(path: str | Path) -> str:
     """Return the text of a regular UTF-8 file; raises UnicodeDecodeError for other encodings."""
-    return bytes_of(path).decode("utf-8").replace("\r\n", "\n")
+    return read_bytes(path).decode("utf-8").replace("\r\n", "\n")
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -112,14 +112,20 @@ def _interned(name: str, text: str) -> Source:
     return Source(name, text, python=True)
 
 
-def shown_path(filename: str) -> str:
+def relative_path(filename: str) -> str:
     """Return a path relative to the working directory, if it is below it."""
     here = os.getcwd() + os.sep
     return filename.removeprefix(here)
 
 
 # packages that call our functions: a message is for their callers
-BETWEEN = {"contextlib", "functools", "schedlang", "torch"}  # schedlang: code without a file
+CALLING_PACKAGES = {
+    "contextlib",
+    "copy",
+    "functools",
+    "schedlang",  # code without a file
+    "torch",
+}
 # packages that run verbs, tests and ranks: no line of the user's is beyond them
 RUNNERS = {
     "_pytest",
@@ -131,12 +137,12 @@ RUNNERS = {
     "threading",
     "typer",
 }
-RANKS = "__runs_ranks__"  # a global of modules that call a function on every rank
+RANK_RUNNER_MARK = "__runs_ranks__"  # a global of modules that call a function on every rank
 
 
 def _is_ours(frame: FrameType) -> bool:
     filename = os.path.abspath(frame.f_code.co_filename)
-    return filename.startswith(HOME + os.sep) or _package_name(frame) in BETWEEN
+    return filename.startswith(HOME + os.sep) or _package_name(frame) in CALLING_PACKAGES
 
 
 def _package_name(frame: FrameType) -> str:
@@ -148,9 +154,9 @@ def _users_frame() -> FrameType | None:
     """Return the nearest frame outside of this package; None if there is none, as on our own
     ranks."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame) and RANKS not in frame.f_globals:
+    while frame is not None and _is_ours(frame) and RANK_RUNNER_MARK not in frame.f_globals:
         frame = frame.f_back
-    if frame is None or RANKS in frame.f_globals or _package_name(frame) in RUNNERS:
+    if frame is None or RANK_RUNNER_MARK in frame.f_globals or _package_name(frame) in RUNNERS:
         return None
     return frame
 
@@ -162,7 +168,9 @@ def python_span() -> Span:
         return NOWHERE
     filename = frame.f_code.co_filename
     linecache.checkcache(filename)  # the script may have been edited since, in the same process
-    source = _interned(shown_path(filename), "".join(linecache.getlines(filename, frame.f_globals)))
+    source = _interned(
+        relative_path(filename), "".join(linecache.getlines(filename, frame.f_globals))
+    )
     at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, col, end_col = at
     if line is None or end_line is None or col is None or end_col is None:

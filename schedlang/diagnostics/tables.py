@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format bytes: 62.7 MiB."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -24,7 +24,7 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
-def seconds(time: float) -> str:
+def format_seconds(time: float) -> str:
     """Format a time in seconds: 1.5 s, 20 ms, 3 us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if time * factor >= 1:
@@ -32,7 +32,7 @@ def seconds(time: float) -> str:
     return f"{time * 1e6:.4g} us"
 
 
-def number(count: int) -> str:
+def format_count(count: int) -> str:
     """Format a count: 124.4 M."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= factor:
@@ -42,22 +42,22 @@ def number(count: int) -> str:
 
 Row = Sequence[str]
 GAP = "  "
-PLAIN = 80  # columns of messages without a terminal
+DEFAULT_COLUMNS = 80  # columns of messages without a terminal
 # code marks and shapes, never broken; their spaces while wrapping
 CODE, GLUE = re.compile(r"`[^`\n]*`|\[[\d, ]+\]"), "\0"
 
 
-def columns(out: TextIO | None = None) -> int | None:
+def terminal_columns(out: TextIO | None = None) -> int | None:
     """Return the columns of the terminal; None (unlimited) for other outputs."""
     return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
 
 
-def for_messages(out: TextIO | None = None) -> int:
+def message_columns(out: TextIO | None = None) -> int:
     """Return the columns for messages: those of the terminal, 80 for files and pipes."""
-    return columns(out) or PLAIN
+    return terminal_columns(out) or DEFAULT_COLUMNS
 
 
-def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
+def wrap_text(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
     """Wrap text between words, never inside a word or inside `code to be pasted`.
 
     Lines after the first are indented by `more` in addition; None: aligned with the first text.
@@ -66,9 +66,9 @@ def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "
     if "\n" in text:
         first, *rest = text.split("\n")
         later = " " * len(indent) if more is None else indent + more
-        lines = wrapped(first, width, indent, more)
+        lines = wrap_text(first, width, indent, more)
         for line in rest:
-            lines += [line] if line.startswith(" ") else wrapped(line, width, later, "")
+            lines += [line] if line.startswith(" ") else wrap_text(line, width, later, "")
         return lines
     if width is None or len(indent) + len(text) <= width:
         return [indent + text]
@@ -85,7 +85,7 @@ def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "
     return [line.replace(GLUE, " ") for line in lines]
 
 
-def fitted(text: str, width: int | None) -> str:
+def wrap_lines(text: str, width: int | None) -> str:
     """Wrap the long lines of a text; continuations are indented further."""
     if width is None:
         return text
@@ -93,24 +93,24 @@ def fitted(text: str, width: int | None) -> str:
     return "\n".join(
         part
         for inner, line in lines
-        for part in wrapped(inner, width, " " * (len(line) - len(inner)), "    ")
+        for part in wrap_text(inner, width, " " * (len(line) - len(inner)), "    ")
     )
 
 
-def widths(rows: Sequence[Row]) -> list[int]:
+def column_widths(rows: Sequence[Row]) -> list[int]:
     """Return the width of each column."""
     return [max(len(cell) for cell in column) for column in zip(*rows)]
 
 
-def joined(row: Row, wide: Sequence[int]) -> str:
+def format_row(row: Row, wide: Sequence[int]) -> str:
     """Format one line; a column that is empty everywhere takes no room."""
     return (GAP + GAP.join(c.ljust(w) for c, w in zip(row, wide) if w)).rstrip()
 
 
-def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
+def format_table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
     """Yield the lines of a table; a too wide one is split, each part with the first `keys`
     columns."""
-    wide = widths(rows)
+    wide = column_widths(rows)
     start, count = keys, len(wide)
     while True:
         end = count
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Itera
                 used += len(GAP) + wide[end] if wide[end] else 0
                 end += 1
         part = [*range(keys), *range(start, end)]
-        yield from (joined([row[k] for k in part], [wide[k] for k in part]) for row in rows)
+        yield from (format_row([row[k] for k in part], [wide[k] for k in part]) for row in rows)
         if end >= count:
             return
         start = end

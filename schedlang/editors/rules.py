@@ -25,7 +25,7 @@ TYPES = ("int", "float", "bool", "choice", "axis")
 
 
 @lru_cache
-def spelled() -> dict[str, str]:
+def word_terminals() -> dict[str, str]:
     """Return the text of every terminal that is a word: STEP is `step`."""
     found = ((one.name, one.pattern.value) for one in parser().terminals)
     return {name: text for name, text in found if text.isalpha() and text.islower()}
@@ -33,7 +33,7 @@ def spelled() -> dict[str, str]:
 
 def declarations() -> tuple[str, ...]:
     """Return the words that begin or join declarations and statements: step, at, where."""
-    return tuple(sorted(set(spelled().values()) - LOGIC - VALUES))
+    return tuple(sorted(set(word_terminals().values()) - LOGIC - VALUES))
 
 
 def verbs() -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def verbs() -> tuple[str, ...]:
     return tuple(sorted(registry()))
 
 
-def regex(terminal: str) -> str:
+def terminal_pattern(terminal: str) -> str:
     """Return the pattern of a terminal of the grammar: QUANTITY, GLOB, QUOTED."""
     return parser().get_terminal(terminal).pattern.to_regexp()
 
@@ -59,12 +59,12 @@ def _words_pattern(names: Iterable[str]) -> str:
 def rules() -> tuple[tuple[str, str], ...]:
     """Return (pattern, kind) pairs in the order in which they are tried."""
     return (
-        (regex("COMMENT"), "comment"),
-        (regex("STRING"), "string"),
-        (regex("QUOTED"), "module"),
-        (regex("GLOB"), "module"),
-        (regex("QUANTITY"), "quantity"),
-        (rf"\b(?:{regex('FLOAT')})", "number"),
+        (terminal_pattern("COMMENT"), "comment"),
+        (terminal_pattern("STRING"), "string"),
+        (terminal_pattern("QUOTED"), "module"),
+        (terminal_pattern("GLOB"), "module"),
+        (terminal_pattern("QUANTITY"), "quantity"),
+        (rf"\b(?:{terminal_pattern('FLOAT')})", "number"),
         (r"\b\d+\b", "number"),
         (rf"(?<=: )(?:{'|'.join(TYPES)})\b", "type"),
         (rf"{NAME}(?=\s*=(?!=))", "argument"),
@@ -111,10 +111,10 @@ def textmate() -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def textmate_json() -> str:
     """Return the TextMate grammar as the text of its file."""
     return json.dumps(textmate(), indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(), end="")
+    print(textmate_json(), end="")

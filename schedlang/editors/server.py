@@ -16,7 +16,13 @@ from pygls.workspace import TextDocument
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.editors import services
-from schedlang.editors.services import Outline, declared, definition, hover, offers
+from schedlang.editors.services import (
+    Outline,
+    complete_at,
+    find_declarations,
+    find_definition,
+    hover_text,
+)
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
@@ -25,7 +31,7 @@ from schedlang.passes.elaborate.lint import lint
 # -- findings, without torch or the model ----------------------------------------------------------
 
 
-def findings(text: str, name: str) -> list[Diagnostic]:
+def find_problems(text: str, name: str) -> list[Diagnostic]:
     """Return the findings of `check` for a text; `name` is its file."""
     try:
         tree = parse(Source(name, text.replace("\r\n", "\n")))
@@ -41,15 +47,15 @@ def findings(text: str, name: str) -> list[Diagnostic]:
 
 
 @dataclass
-class Known:
+class FileState:
     """The state of one open file: the model's outline, the plan's rows and messages, the running
     query."""
 
     outline: Outline | None = None
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
-    told: list[Mapping[str, Any]] = field(default_factory=list)  # messages of the plan
+    messages: list[Mapping[str, Any]] = field(default_factory=list)  # messages of the plan
     facts: dict[tuple[object, ...], dict[str, str]] = field(default_factory=dict)  # of each message
-    question: asyncio.Task[None] | None = None
+    query: asyncio.Task[None] | None = None
 
 
 class Server(LanguageServer):
@@ -58,43 +64,43 @@ class Server(LanguageServer):
     def __init__(self, version: str, *, model: bool = True) -> None:
         super().__init__("schedlang", version)
         self.model = model
-        self.known: dict[str, Known] = {}
+        self.file_states: dict[str, FileState] = {}
 
-    def about(self, uri: str) -> Known:
+    def state_of(self, uri: str) -> FileState:
         """Return the state of a file."""
-        return self.known.setdefault(uri, Known())
+        return self.file_states.setdefault(uri, FileState())
 
-    def say(self, uri: str) -> None:
+    def publish_findings(self, uri: str) -> None:
         """Publish the findings about a text; the plan's messages, too, if the text itself has no
         error."""
         document = self.workspace.get_text_document(uri)
-        here = [d.to_json() for d in findings(document.source, str(document.path))]
+        here = [d.to_json() for d in find_problems(document.source, str(document.path))]
         wrong = any(d["level"] == "error" for d in here)
-        every = here if wrong else [*here, *self.about(uri).told]
+        every = here if wrong else [*here, *self.state_of(uri).messages]
         made = [diagnostic(document, d) for d in every]
-        self.about(uri).facts = {
+        self.state_of(uri).facts = {
             _message_key(m): dict(d.get("facts", ())) for m, d in zip(made, every)
         }
         self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, made))
 
-    async def learn(self, uri: str) -> None:
+    async def query_model(self, uri: str) -> None:
         """Query the model for a saved file, then publish the result."""
-        known, file = self.about(uri), Path(self.workspace.get_text_document(uri).path)
-        tree = await services.ask("tree", file, "--each")
+        known, file = self.state_of(uri), Path(self.workspace.get_text_document(uri).path)
+        tree = await services.run_verb("tree", file, "--each")
         if tree is not None and "path" in tree:
             known.outline = Outline(tree)
-            plan = await services.ask("plan", file)
-            known.rows = services.rows(plan)
-            known.told = list((plan or {}).get("diagnostics", ()))
-            self.say(uri)
+            plan = await services.run_verb("plan", file)
+            known.rows = services.rows_by_line(plan)
+            known.messages = list((plan or {}).get("diagnostics", ()))
+            self.publish_findings(uri)
 
-    def ask(self, uri: str) -> None:
-        """Start `learn`; an older query for the same file is cancelled."""
-        known = self.about(uri)
-        if known.question is not None:
-            known.question.cancel()
+    def start_query(self, uri: str) -> None:
+        """Start `query_model`; an older query for the same file is cancelled."""
+        known = self.state_of(uri)
+        if known.query is not None:
+            known.query.cancel()
         if self.model and self.workspace.get_text_document(uri).path:
-            known.question = asyncio.ensure_future(self.learn(uri))
+            known.query = asyncio.ensure_future(self.query_model(uri))
 
 
 def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnostic:
@@ -152,7 +158,7 @@ SYMBOLS = {
 }
 
 
-def server(version: str, *, model: bool = True) -> Server:
+def make_server(version: str, *, model: bool = True) -> Server:
     """Make a server with all features; `model` allows importing model files."""
     made = Server(version, model=model)
     for feature, (handler, *options) in FEATURES.items():
@@ -160,36 +166,36 @@ def server(version: str, *, model: bool = True) -> Server:
     return made
 
 
-async def opened(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
+async def on_open(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
     """Publish the findings, and query the model."""
-    ls.say(params.text_document.uri)
-    ls.ask(params.text_document.uri)
+    ls.publish_findings(params.text_document.uri)
+    ls.start_query(params.text_document.uri)
 
 
-def changed(ls: Server, params: types.DidChangeTextDocumentParams) -> None:
+def on_change(ls: Server, params: types.DidChangeTextDocumentParams) -> None:
     """Publish the findings about the current text."""
-    known = ls.about(params.text_document.uri)
-    known.rows, known.told = {}, []  # their lines belong to the saved text
-    ls.say(params.text_document.uri)
+    known = ls.state_of(params.text_document.uri)
+    known.rows, known.messages = {}, []  # their lines belong to the saved text
+    ls.publish_findings(params.text_document.uri)
 
 
-async def saved(ls: Server, params: types.DidSaveTextDocumentParams) -> None:
+async def on_save(ls: Server, params: types.DidSaveTextDocumentParams) -> None:
     """Query the model again."""
-    ls.ask(params.text_document.uri)
+    ls.start_query(params.text_document.uri)
 
 
-def closed(ls: Server, params: types.DidCloseTextDocumentParams) -> None:
+def on_close(ls: Server, params: types.DidCloseTextDocumentParams) -> None:
     """Drop the state of the file."""
-    known = ls.known.pop(params.text_document.uri, None)
-    if known is not None and known.question is not None:
-        known.question.cancel()
+    known = ls.file_states.pop(params.text_document.uri, None)
+    if known is not None and known.query is not None:
+        known.query.cancel()
 
 
-def complete(ls: Server, params: types.CompletionParams) -> types.CompletionList:
+def on_completion(ls: Server, params: types.CompletionParams) -> types.CompletionList:
     """Return completions at a position."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
-    found = offers(document.source, offset, ls.about(document.uri).outline)
+    found = complete_at(document.source, offset, ls.state_of(document.uri).outline)
     items = [
         types.CompletionItem(
             o.text, kind=KINDS[o.kind], detail=o.detail or None, documentation=o.page or None
@@ -199,20 +205,22 @@ def complete(ls: Server, params: types.CompletionParams) -> types.CompletionList
     return types.CompletionList(is_incomplete=False, items=items)
 
 
-def hovered(ls: Server, params: types.HoverParams) -> types.Hover | None:
+def on_hover(ls: Server, params: types.HoverParams) -> types.Hover | None:
     """Return the hover text of a word."""
     document = ls.workspace.get_text_document(params.text_document.uri)
-    known = ls.about(document.uri)
+    known = ls.state_of(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
-    text = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
+    text = hover_text(
+        document.source, document.offset_at_position(params.position), known.outline, rows
+    )
     return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, text)) if text else None
 
 
-def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None:
+def on_definition(ls: Server, params: types.DefinitionParams) -> types.Location | None:
     """Return the place where a name is declared."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
-    found = definition(document.source, offset, Path(document.path))
+    found = find_definition(document.source, offset, Path(document.path))
     if found is None:
         return None
     other = TextDocument("", found.text) if found.file else document
@@ -221,7 +229,7 @@ def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None
     return types.Location(uri or document.uri, types.Range(at, at))
 
 
-def formatted(ls: Server, params: types.DocumentFormattingParams) -> list[types.TextEdit]:
+def on_formatting(ls: Server, params: types.DocumentFormattingParams) -> list[types.TextEdit]:
     """Return the edit to the canonical form; [] if the text does not parse."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     text = document.source
@@ -237,11 +245,11 @@ def formatted(ls: Server, params: types.DocumentFormattingParams) -> list[types.
     )
 
 
-def symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
+def on_symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
     """Return the declarations of a file."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     found = []
-    for one in declared(document.source):
+    for one in find_declarations(document.source):
         start = document.client_position_at_offset(one.offset)
         end = document.client_position_at_offset(one.offset + len(one.name))
         place = types.Range(start, end)
@@ -250,7 +258,7 @@ def symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.Docume
     return found
 
 
-def fixes(ls: Server, params: types.CodeActionParams) -> list[types.CodeAction]:
+def on_code_action(ls: Server, params: types.CodeActionParams) -> list[types.CodeAction]:
     """Return fixes for messages with a guessed name."""
     document = params.text_document
     return [fix for one in params.context.diagnostics for fix in _fix_message(ls, document, one)]
@@ -261,7 +269,7 @@ def _fix_message(
 ) -> list[types.CodeAction]:
     """Replace the wrong name by the guessed one, if the marked text contains it."""
     marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
-    facts = ls.about(document.uri).facts.get(_message_key(one), {})
+    facts = ls.state_of(document.uri).facts.get(_message_key(one), {})
     wrong, suggestion = facts.get("unknown"), facts.get("meant")
     if wrong is None or suggestion is None or wrong not in marked:
         return []
@@ -279,20 +287,20 @@ def _message_key(one: types.Diagnostic) -> tuple[object, ...]:
 
 
 FEATURES: dict[str, tuple[Any, ...]] = {
-    types.TEXT_DOCUMENT_DID_OPEN: (opened,),
-    types.TEXT_DOCUMENT_DID_CHANGE: (changed,),
-    types.TEXT_DOCUMENT_DID_SAVE: (saved,),
-    types.TEXT_DOCUMENT_DID_CLOSE: (closed,),
+    types.TEXT_DOCUMENT_DID_OPEN: (on_open,),
+    types.TEXT_DOCUMENT_DID_CHANGE: (on_change,),
+    types.TEXT_DOCUMENT_DID_SAVE: (on_save,),
+    types.TEXT_DOCUMENT_DID_CLOSE: (on_close,),
     types.TEXT_DOCUMENT_COMPLETION: (
-        complete,
+        on_completion,
         types.CompletionOptions(trigger_characters=[".", "("]),
     ),
-    types.TEXT_DOCUMENT_HOVER: (hovered,),
-    types.TEXT_DOCUMENT_DEFINITION: (defined,),
-    types.TEXT_DOCUMENT_FORMATTING: (formatted,),
-    types.TEXT_DOCUMENT_DOCUMENT_SYMBOL: (symbols,),
+    types.TEXT_DOCUMENT_HOVER: (on_hover,),
+    types.TEXT_DOCUMENT_DEFINITION: (on_definition,),
+    types.TEXT_DOCUMENT_FORMATTING: (on_formatting,),
+    types.TEXT_DOCUMENT_DOCUMENT_SYMBOL: (on_symbols,),
     types.TEXT_DOCUMENT_CODE_ACTION: (
-        fixes,
+        on_code_action,
         types.CodeActionOptions(code_action_kinds=[types.CodeActionKind.QuickFix]),
     ),
 }

@@ -1,9 +1,11 @@
 """Completion, hovers and definitions at a cursor, in a text that need not parse.
 
 * `Outline`: a model from the output of `tree --each --json`, for selectors, without importing it.
-* `place`, `declared`: the syntax around a cursor, and the names that the text declares.
-* `offers`: completions at a cursor, with module paths of the model.
-* `hover`, `definition`: a verb's manual, a declaration and its line, the modules of a selector.
+* `context_at`, `find_declarations`: the syntax around a cursor, and the names that the text
+  declares.
+* `complete_at`: completions at a cursor, with module paths of the model.
+* `hover_text`, `find_definition`: a verb's manual, a declaration and its line, the modules of a
+  selector.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from typing import Any, Literal
 
 from schedlang.diagnostics import codes
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.source import NOWHERE, text_of
-from schedlang.editors.rules import declarations, regex, verbs
+from schedlang.diagnostics.source import NOWHERE, read_utf8
+from schedlang.editors.rules import declarations, terminal_pattern, verbs
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
-from schedlang.language.kinds import Axes, Axis, surface
+from schedlang.language.kinds import Axes, Axis, signature_of
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import DECLARATIONS, STATEMENTS, parse_path
 from schedlang.language.value import Names
@@ -33,7 +35,7 @@ from schedlang.language.value import Names
 # -- asking the command line in a process ----------------------------------------------------------
 
 
-async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
+async def run_verb(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
     """Run a verb on a file in a process, and return its JSON; None if it prints none.
 
     The process imports the model file, which may take long, fail or crash without affecting the
@@ -58,7 +60,7 @@ async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
     return told if isinstance(told, dict) else None
 
 
-def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
+def rows_by_line(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
     """Return the rows of a plan by their line in the file."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for step in (told or {}).get("steps", ()):
@@ -72,7 +74,7 @@ def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterType:
     """A parameter, as far as selectors read it."""
 
     dtype: str
@@ -104,11 +106,13 @@ class Outline:
         """Return the number of elements of a module's parameters."""
         return int(self.nodes[fqn]["parameters"])
 
-    def below(self, fqn: str) -> Sequence[Kind]:
+    def parameters_below(self, fqn: str) -> Sequence[ParameterType]:
         """Return the parameters of a module and its children."""
-        return [Kind(t["dtype"]) for node in _flatten(self.nodes[fqn]) for t in node["tensors"]]
+        return [
+            ParameterType(t["dtype"]) for node in _flatten(self.nodes[fqn]) for t in node["tensors"]
+        ]
 
-    def said(self, fqn: str) -> str:
+    def describe(self, fqn: str) -> str:
         """Describe a module's class and the shapes of its own parameters: Linear, weight [8, 4]."""
         node = self.nodes[fqn]
         tensors = [f"{t['name']} {t['dtype']}{t['shape']}" for t in node["tensors"]]
@@ -136,8 +140,10 @@ def _flatten(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 TOKEN = re.compile(
     "|".join(
         (
-            r"(?P<skip>" + "|".join(regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
-            rf"(?P<glob>{regex('GLOB')})",
+            r"(?P<skip>"
+            + "|".join(terminal_pattern(t) for t in ("COMMENT", "STRING", "QUOTED"))
+            + ")",
+            rf"(?P<glob>{terminal_pattern('GLOB')})",
             r"(?P<open>[({\[])",
             r"(?P<close>[)}\]])",
             r"(?P<end>\n)",
@@ -149,7 +155,7 @@ PATH = r"[\w.*{},`\[\]:?-]*"
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenBracket:
     """An open bracket around the cursor, and the text before it, from `start` on."""
 
     bracket: str
@@ -158,10 +164,10 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Place:
+class CursorContext:
     """The brackets around a cursor, outermost first, and the unfinished statement before it."""
 
-    around: tuple[Open, ...]
+    around: tuple[OpenBracket, ...]
     statement: str
 
     @property
@@ -192,7 +198,7 @@ class Place:
         return found[1] if found else None
 
     @property
-    def selected(self) -> bool:
+    def awaits_verb(self) -> bool:
         """Whether the selectors are complete and a verb comes next."""
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
@@ -201,21 +207,21 @@ class Place:
         return not self.call and whole and not keyword and not self.statement.endswith(",")
 
 
-def place(text: str, offset: int) -> Place:
+def context_at(text: str, offset: int) -> CursorContext:
     """Return the context of the character at `offset`."""
-    around: list[Open] = []
+    around: list[OpenBracket] = []
     start = 0
     for token in TOKEN.finditer(text, 0, offset):
         kind, at = token.lastgroup, token.start()
         if kind == "open":
-            around.append(Open(token[0], text[start:at].strip(), token.end()))
+            around.append(OpenBracket(token[0], text[start:at].strip(), token.end()))
         elif kind == "close" and around:
             around.pop()
         block = not around or around[-1].bracket == "{"
         braces = token[0] in "{}" and kind in ("open", "close")
         if braces or (kind == "end" and block):
             start = token.end()
-    return Place(tuple(around), text[start:offset].lstrip())
+    return CursorContext(tuple(around), text[start:offset].lstrip())
 
 
 # -- declarations, in a text that need not parse ---------------------------------------------------
@@ -230,7 +236,7 @@ AXIS = re.compile(r"(\w+)\s*=")
 
 
 @dataclass(frozen=True)
-class Declared:
+class Declaration:
     """A declared name, its kind (knob, view, def, pattern, axis, use, step), its offset and its
     line."""
 
@@ -240,7 +246,7 @@ class Declared:
     line: str
 
 
-def declared(text: str) -> list[Declared]:
+def find_declarations(text: str) -> list[Declaration]:
     """Return every declaration of a text, in order."""
     found = []
     for one in DECLARATION.finditer(text):
@@ -249,14 +255,14 @@ def declared(text: str) -> list[Declared]:
             until = text.find(")", one.end())
             inside = text[: until if until >= 0 else len(text)]
             for axis in AXIS.finditer(inside, one.end()):
-                found.append(Declared(axis[1], "axis", axis.start(1), line))
+                found.append(Declaration(axis[1], "axis", axis.start(1), line))
         elif one["file"]:
             name = one["alias"] or one["file"].strip('"')
-            found.append(Declared(name, "use", one.start("file"), line))
+            found.append(Declaration(name, "use", one.start("file"), line))
         elif one["step"]:
-            found.append(Declared(one["title"], "step", one.start("title"), line))
+            found.append(Declaration(one["title"], "step", one.start("title"), line))
         else:
-            found.append(Declared(one["name"], one["kind"], one.start("name"), line))
+            found.append(Declaration(one["name"], one["kind"], one.start("name"), line))
     return found
 
 
@@ -275,7 +281,7 @@ TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
 
 
 @dataclass(frozen=True)
-class Offer:
+class Completion:
     """A completion: its text, kind (module, verb, argument, value, name, keyword), a line and a
     page."""
 
@@ -285,46 +291,46 @@ class Offer:
     page: str = ""
 
 
-def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer]:
+def complete_at(text: str, offset: int, outline: Outline | None = None) -> list[Completion]:
     """Return the completions at `offset`; with modules if the model is known."""
     load_all()
-    here, names = place(text, offset), declared(text)
+    here, names = context_at(text, offset), find_declarations(text)
     if here.call:
         found = [*_offer_arguments(here, names)]
     elif re.fullmatch(r"schedule\s+\d+\s+for\s+\w*", here.statement):
-        found = [Offer(outline.nodes[""]["class"], "name", "the model")] if outline else []
-    elif here.selected:
+        found = [Completion(outline.nodes[""]["class"], "name", "the model")] if outline else []
+    elif here.awaits_verb:
         found = [*_offer_verbs(names)]
     elif here.path is not None:
         found = [*_offer_modules(here, outline)]
         if here.path == here.statement and "." not in here.path:
             keywords = STATEMENTS if here.scopes else TOP
-            found += [*_offer_verbs(names), *(Offer(word, "keyword") for word in keywords)]
+            found += [*_offer_verbs(names), *(Completion(word, "keyword") for word in keywords)]
     else:
         found = [*_offer_names(names, ("knob", "axis", "view"))]
     return list({offer.text: offer for offer in found}.values())
 
 
-def _offer_verbs(names: list[Declared]) -> Iterator[Offer]:
+def _offer_verbs(names: list[Declaration]) -> Iterator[Completion]:
     for name in verbs():
         kind = registry()[name]
-        yield Offer(name, "verb", manual.signature(kind), manual.explain(kind))
+        yield Completion(name, "verb", manual.signature(kind), manual.explain(kind))
     yield from _offer_names(names, ("def",))
 
 
-def _offer_names(names: list[Declared], kinds: tuple[str, ...]) -> Iterator[Offer]:
+def _offer_names(names: list[Declaration], kinds: tuple[str, ...]) -> Iterator[Completion]:
     for one in names:
         if one.kind in kinds:
-            yield Offer(one.name, "verb" if one.kind == "def" else "name", one.line)
+            yield Completion(one.name, "verb" if one.kind == "def" else "name", one.line)
 
 
-def _offer_arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
+def _offer_arguments(here: CursorContext, names: list[Declaration]) -> Iterator[Completion]:
     """Yield values of the argument that is being written, and names of others."""
     kind = registry().get(here.call)
     if kind is None:
         yield from _offer_names(names, ("knob", "axis", "view", "pattern"))
         return
-    known = surface(kind)
+    known = signature_of(kind)
     if here.argument:
         yield from _offer_values(known.types.get(here.argument), names)
         return
@@ -332,18 +338,18 @@ def _offer_arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
         yield from _offer_values(known.types[name], names)
     for name in known.keywords:
         if f"{name}=" not in here.statement:
-            yield Offer(f"{name}=", "argument", dict(manual.rows(kind))[name])
+            yield Completion(f"{name}=", "argument", dict(manual.argument_rows(kind))[name])
 
 
-def _offer_values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
+def _offer_values(kind: Any, names: list[Declaration]) -> Iterator[Completion]:
     """Yield completions for an argument of this type."""
     if kind is Axis or kind == Axes:
         yield from _offer_names(names, ("axis", "view"))
         return
     if typing.get_origin(kind) is Literal:
-        yield from (Offer(str(one), "value") for one in typing.get_args(kind))
+        yield from (Completion(str(one), "value") for one in typing.get_args(kind))
     elif kind is bool:
-        yield from (Offer(one, "value") for one in ("true", "false"))
+        yield from (Completion(one, "value") for one in ("true", "false"))
     elif kind is str:
         yield from _offer_names(names, ("pattern",))
     else:
@@ -352,7 +358,7 @@ def _offer_values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
     yield from _offer_names(names, ("knob",))
 
 
-def _offer_modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
+def _offer_modules(here: CursorContext, outline: Outline | None) -> Iterator[Completion]:
     """Yield the children of the path written so far; numbered ones also as `*`."""
     if outline is None or here.path is None:
         return
@@ -365,13 +371,13 @@ def _offer_modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
     for module in modules:
         children = outline.children(module)
         if any(child.isdigit() for child in children):
-            yield Offer("*", "module", f"all {len(children)} of them")
+            yield Completion("*", "module", f"all {len(children)} of them")
         for child in children:
             fqn = f"{module}.{child}" if module else child
-            yield Offer(child, "module", outline.said(fqn))
+            yield Completion(child, "module", outline.describe(fqn))
 
 
-def roots_of(here: Place, outline: Outline) -> tuple[str, ...]:
+def roots_of(here: CursorContext, outline: Outline) -> tuple[str, ...]:
     """Return the modules from which selectors at a place start; () inside a `def`."""
     roots: tuple[str, ...] = ("",)
     for head in here.scopes:
@@ -399,7 +405,7 @@ class Target:
     text: str
 
 
-def definition(text: str, offset: int, file: Path) -> Target | None:
+def find_definition(text: str, offset: int, file: Path) -> Target | None:
     """Find the declaration of the name at `offset` of `file`; None if there is none."""
     line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
     used = re.match(r'\s*use\s+"([^"]*)"', line)
@@ -412,7 +418,7 @@ def definition(text: str, offset: int, file: Path) -> Target | None:
     path = used_file(text, alias) if dot else None
     if path is not None:
         return _find_in_file(file.parent / path, name)
-    for one in declared(text):
+    for one in find_declarations(text):
         if one.name == word and one.kind != "step":
             return Target(None, one.offset, text)
     return None
@@ -421,12 +427,12 @@ def definition(text: str, offset: int, file: Path) -> Target | None:
 def _find_in_file(path: Path, name: str) -> Target | None:
     """Find a declaration in another file; the file's start for the name ""."""
     try:
-        text = text_of(path)
+        text = read_utf8(path)
     except (OSError, UnicodeDecodeError):
         return None
     if not name:
         return Target(path, 0, text)
-    found = next((one for one in declared(text) if one.name == name), None)
+    found = next((one for one in find_declarations(text) if one.name == name), None)
     return Target(path, found.offset, text) if found else None
 
 
@@ -437,14 +443,14 @@ MOST = 6  # modules listed one by one
 Rows = Sequence[Mapping[str, Any]]  # the rows of `plan --json` on the cursor's line
 
 
-def hover(text: str, offset: int, outline: Outline | None = None, rows: Rows = ()) -> str:
+def hover_text(text: str, offset: int, outline: Outline | None = None, rows: Rows = ()) -> str:
     """Describe the word at `offset`, as Markdown; "" for an unknown word."""
     load_all()
     start, end = _word_bounds(text, offset, PATH.removesuffix("*"))
     word = text[start:end]
     name = re.search(r"\w*$", text[:offset])
     bare = (name[0] if name else "") + re.match(r"\w*", text[offset:])[0]  # type: ignore[index]
-    here = place(text, start)
+    here = context_at(text, start)
     if text[end : end + 1] == "(" and bare in registry():
         page = manual.explain(registry()[bare])
         return f"```text\n{page.rstrip()}\n```" + _describe_plan_rows(rows)
@@ -453,7 +459,7 @@ def hover(text: str, offset: int, outline: Outline | None = None, rows: Rows = (
     selected = outline is not None and not here.call and _may_begin_selector(here)
     if outline is not None and selected and _describe_selection(word, here, outline):
         return _describe_selection(word, here, outline) + _describe_plan_rows(rows)
-    for one in declared(text):
+    for one in find_declarations(text):
         if one.name == bare and one.kind != "step":
             return f"```sched\n{one.line}\n```"
     return ""
@@ -469,18 +475,18 @@ def _word_bounds(text: str, offset: int, chars: str) -> tuple[int, int]:
     return start, end
 
 
-def _may_begin_selector(here: Place) -> bool:
+def _may_begin_selector(here: CursorContext) -> bool:
     """Return whether a selector may begin at a place."""
     return here.statement == "" or re.search(r"(?:,|\bat|\bexcept)\s*$", here.statement) is not None
 
 
-def _describe_selection(word: str, here: Place, outline: Outline) -> str:
+def _describe_selection(word: str, here: CursorContext, outline: Outline) -> str:
     """Describe the modules of a selector."""
     try:
         found = outline.select(word.strip(","), roots_of(here, outline))
     except Refusal:
         return ""
-    listed = [f"- `{fqn or 'the model'}`: {outline.said(fqn)}" for fqn in found[:MOST]]
+    listed = [f"- `{fqn or 'the model'}`: {outline.describe(fqn)}" for fqn in found[:MOST]]
     more = [f"- and {len(found) - MOST} more"] if len(found) > MOST else []
     number = f"{len(found)} modules" if len(found) != 1 else "1 module"
     return "\n".join([f"**{number}**", "", *listed, *more]) if found else ""

@@ -43,7 +43,7 @@ class Boundary(Annotation):
     axis: str
     input: Placement | None = R
     output: Placement | None = R
-    differ: bool = False
+    replicated_output: bool = False
 
     def show(self) -> str:
         """Format the placements for a reader: `S(1) -> as it comes`."""
@@ -115,7 +115,7 @@ class Replicas(Annotation):
 
 
 @dataclass(frozen=True)
-class Context(Annotation):
+class ContextSplit(Annotation):
     """Attention over sequences whose tokens are split over ranks.
 
     axes    the axes that the method exchanges over, as named in the row, outermost first
@@ -143,7 +143,7 @@ class Codec:
     block: int = 256
     feedback: bool = True
 
-    def smaller(self, shape: Sequence[int]) -> bool:
+    def compresses(self, shape: Sequence[int]) -> bool:
         """Return whether a tensor of this shape is compressed; vectors never are."""
         if len(shape) < 2:
             return False
@@ -162,7 +162,7 @@ class Compression(Annotation):
 
 
 @dataclass(frozen=True)
-class Kept(Annotation):
+class ActivationCoding(Annotation):
     """The coding of a module's saved activations: `bits` bits per number, in blocks of `block`
     numbers.
 
@@ -194,7 +194,7 @@ class Cast(Annotation):
 
 
 @dataclass(frozen=True)
-class Stored(Annotation):
+class OffloadedTensors(Annotation):
     """The storage of a module's tensors, its children's included, off the device.
 
     what   "activations", "parameters", "gradients" or "optimizer" (its state)
@@ -210,7 +210,7 @@ class Stored(Annotation):
 
 
 @dataclass(frozen=True)
-class Padded(Annotation):
+class PaddedDim(Annotation):
     """A dim of `size` of a module's weight that is padded to a multiple where it is split."""
 
     fqn: str
@@ -275,7 +275,7 @@ def _timeline(order: Order, ranks: int) -> Timeline:
 
     if order.table:
         return schedules.read_table(order.table, ranks, order.micro)
-    return schedules.order(
+    return schedules.make_order(
         order.name,
         ranks,
         order.micro,

@@ -192,7 +192,7 @@ class Budgeted(ABC):
         """Apply the choices of `fit` to modules of the copy, chain by chain."""
 
     @abstractmethod
-    def said(self, found: Any) -> str:
+    def describe(self, found: Any) -> str:
         """Describe in words what `fit` chose."""
 
 
@@ -201,7 +201,7 @@ class Recomputing(Lowered, feature=True):
 
     writes = frozenset({Facet.RECOMPUTE})
 
-    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def inseparable_groups(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return the sites in groups that are recomputed as one; no stage cut divides a group."""
         return [(site,) for site in sites]
 
@@ -211,7 +211,7 @@ class Recomputing(Lowered, feature=True):
         return None
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the regions of the sites that run again in backward (`remat.Again`).
+        """Return the regions of the sites that run again in backward (`remat.RecomputedRegion`).
 
         `found`: the choices of the budget for the chains of the sites. None: nothing runs again, or
         only the run itself decides it.
@@ -280,7 +280,7 @@ class Grouping(Primitive, feature=True):
     """A row that acts on groups of its modules."""
 
     @abstractmethod
-    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def group_sites(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return the sites in the groups that the row acts on."""
 
 

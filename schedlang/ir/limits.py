@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
 
 Value = int | bool | str
 
@@ -45,11 +45,11 @@ class Limits:
             return False
         return name not in self.least or int(value) >= self.least[name]
 
-    def admitted(self, name: str, values: Iterable[Value]) -> list[Value]:
+    def filter_admitted(self, name: str, values: Iterable[Value]) -> list[Value]:
         """Return the values that a name may have, among these."""
         return [value for value in values if self.admits(name, value)]
 
-    def within(self, other: Limits) -> Limits:
+    def combined_with(self, other: Limits) -> Limits:
         """Return both limits combined; a name that both pin is pinned as in `self`."""
         least = {
             name: max(self.least.get(name, 0), other.least.get(name, 0))
@@ -61,7 +61,7 @@ class Limits:
         }
         return Limits({**other.pinned, **self.pinned}, forbidden, least)
 
-    def limited(self, how: str, name: str, values: tuple[Any, ...]) -> Limits:
+    def with_limit(self, how: str, name: str, values: tuple[Any, ...]) -> Limits:
         """Return these limits and one more, as a schedule or an option gives it.
 
         Raises Refusal S106 for an unknown name, S109 for values that the name cannot have, and for
@@ -69,8 +69,10 @@ class Limits:
         """
         if name not in NAMES:
             title = f"a search has no `{name}`"
-            facts = unknown(name, NAMES)
-            raise Refusal.of("S106", title, helps=(guess(name, NAMES, "it has"),), facts=facts)
+            facts = facts_of_unknown(name, NAMES)
+            raise Refusal.of(
+                "S106", title, helps=(suggest_name(name, NAMES, "it has"),), facts=facts
+            )
         made = tuple(one for value in values for one in _expand_value(name, value))
         if how == LEAST:
             if name not in COUNTS or len(made) > 1:
@@ -85,11 +87,11 @@ class Limits:
             both = replace(self, pinned={**self.pinned, name: left or made})
             if not left:
                 _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
-        if name in both.pinned and not both.admitted(name, both.pinned[name]):
+        if name in both.pinned and not both.filter_admitted(name, both.pinned[name]):
             _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
         return both
 
-    def of(self, name: str) -> Limits:
+    def for_name(self, name: str) -> Limits:
         """Return the limits of one name alone."""
         return Limits(
             {one: values for one, values in self.pinned.items() if one == name},
@@ -107,7 +109,7 @@ class Limits:
         return ", ".join(parts)
 
 
-def laid(said: str) -> tuple[Value, ...]:
+def axis_orders(said: str) -> tuple[Value, ...]:
     """Return every order of all axes that has the axes of `said`, for example `pp-dp`, in their
     order."""
     some = said.split("-")
@@ -119,7 +121,7 @@ def _expand_value(name: str, value: Any) -> tuple[Value, ...]:
     """Return the values that a given value stands for."""
     if name != "axes":
         return (_check_value(name, value),)
-    if not (found := laid(str(value))) or "-" not in str(value):
+    if not (found := axis_orders(str(value))) or "-" not in str(value):
         legal = "some of dp, pp, cp and tp from the slowest on: `pp-dp`; experts lie along dp"
         _refuse(f"`axes` cannot be `{value}`", legal)
     return found
@@ -146,10 +148,10 @@ def _check_value(name: str, value: Any) -> Value:
 
 
 def _check_order(name: str) -> str:
-    from schedlang.pipeline.schedules import OrderError, find
+    from schedlang.pipeline.schedules import OrderError, find_order
 
     try:
-        return find(name).name
+        return find_order(name).name
     except OrderError as error:
         _refuse(error.reason, error.legal)
 
@@ -158,14 +160,14 @@ def _refuse(title: str, legal: str) -> NoReturn:
     raise Refusal.of("S109", title, helps=(legal,))
 
 
-def written(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value as the command line accepts it: `true`, `4`, `1F1B`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format_any(name: str, values: Iterable[Value]) -> str:
-    shown = [*map(written, values)]
+    shown = [*map(format_value, values)]
     if name == "axes":  # in the shortest form
         some = (one for count in (2, 3) for one in permutations(AXES, count))
-        shown = next(([s] for s in map("-".join, some) if list(laid(s)) == shown), shown)
+        shown = next(([s] for s in map("-".join, some) if list(axis_orders(s)) == shown), shown)
     return " or ".join(shown)

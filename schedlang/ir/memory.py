@@ -13,11 +13,11 @@ from dataclasses import dataclass
 # recomputed tensors included
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 STATE = CLASSES[:3]  # allocated between two steps, or created in one
-MOMENTS = 2  # AdamW's, in the parameter's dtype
+ADAMW_MOMENTS = 2  # AdamW's, in the parameter's dtype
 
 
 @dataclass(frozen=True)
-class Moment:
+class OperationMemory:
     """One operation of a step: bytes by class at the operation's peak, and after it.
 
     passing  peak of all classes but parameters, gradients and optimizer state
@@ -41,12 +41,12 @@ class RankMemory:
     ranks: int
     first: int
     place: int | None
-    moments: tuple[Moment, ...]
+    moments: tuple[OperationMemory, ...]
     host: int = 0
     left: tuple[str, ...] = ()
 
     @property
-    def top(self) -> Moment:
+    def top(self) -> OperationMemory:
         """The operation with the highest peak."""
         return max(self.moments, key=lambda one: sum(one.most))
 
@@ -89,6 +89,6 @@ class RankMemory:
         }
 
 
-def heaviest(found: Sequence[RankMemory]) -> RankMemory:
+def find_heaviest(found: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of the ranks with the highest peak."""
     return max(found, key=lambda one: one.peak)

@@ -14,7 +14,7 @@ class Mesh:
 
     `axes` are (name, size) pairs; `views` give a second name to several axes folded together.
     `device` is the text after `on`, or None. `tp/2` names runs of 2 neighbours along `tp` (see
-    `neighbours`): such an axis is never declared. Names only: process groups are created when a
+    `run_axis`): such an axis is never declared. Names only: process groups are created when a
     plan is built.
     """
 
@@ -57,7 +57,7 @@ class Mesh:
             self._folded[named] = tuple(mesh_order)
         return self._folded[named]
 
-    def ordered(self, names: Collection[str]) -> tuple[str, ...]:
+    def in_mesh_order(self, names: Collection[str]) -> tuple[str, ...]:
         """Return axes, views and runs in mesh order, without runs along an axis that is named
         itself."""
         runs = (n for n in names if "/" in n and n.partition("/")[0] not in names)
@@ -132,13 +132,13 @@ class Mesh:
         return ", ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
 
 
-def neighbours(axis: str, count: int) -> str:
+def run_axis(axis: str, count: int) -> str:
     """Return the name of the axis of runs of `count` neighbouring ranks along `axis`."""
     return f"{axis}/{count}"
 
 
 # role of an axis -> its usual names; the first is offered where the mesh has none
-NAMES: Mapping[str, tuple[str, ...]] = {
+USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "replicas": ("dp", "data", "ddp", "fsdp", "rep", "replicas", "dp2"),
     "stages": ("pp", "pipe", "pipeline", "stage", "stages"),
     "parts": ("tp", "mp", "tensor", "model", "tp2"),
@@ -147,25 +147,25 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def usual(axes: Collection[str], role: str) -> str | None:
+def usual_axis(axes: Collection[str], role: str) -> str | None:
     """Return the axis that a help names for a role of NAMES; None where the mesh has none.
 
     An axis with a usual name, else the first whose name does not indicate another role.
     """
-    named = [name for name in NAMES[role] if name in axes]
-    others = {name for names in NAMES.values() for name in names}
+    named = [name for name in USUAL_NAMES[role] if name in axes]
+    others = {name for names in USUAL_NAMES.values() for name in names}
     return next(iter([*named, *(axis for axis in axes if axis not in others)]), None)
 
 
-def offered(row: str, axes: Collection[str], role: str) -> str:
+def offer_row(row: str, axes: Collection[str], role: str) -> str:
     """Format a row for a help, its `{}` replaced by the axis for a role, and what the mesh lacks.
 
-    >>> offered("zero(stage=1, over={})", ["dp"], "replicas")
+    >>> offer_row("zero(stage=1, over={})", ["dp"], "replicas")
     '`zero(stage=1, over=dp)`'
-    >>> offered("zero(stage=1, over={})", ["pp"], "replicas")
+    >>> offer_row("zero(stage=1, over={})", ["pp"], "replicas")
     '`zero(stage=1, over=dp)`, with `dp` among the axes of the mesh, which are `pp`'
     """
-    axis, wanted = usual(axes, role), NAMES[role][0]
+    axis, wanted = usual_axis(axes, role), USUAL_NAMES[role][0]
     if axis is not None:
         return f"`{row.format(axis)}`"
     known = ", ".join(f"`{one}`" for one in axes)

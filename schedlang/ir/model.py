@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.copied import copied
+from schedlang.ir.module_copies import copy_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.runtime.storage.codebook import Coding
+    from schedlang.runtime.storage.codebook import WeightQuantization
 
     # returns a copy that is trained in another way
-    Change: TypeAlias = "Callable[[nn.Module], nn.Module] | Adapting"
+    Change: TypeAlias = "Callable[[nn.Module], nn.Module] | AdapterChange"
 
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
 # a subclass inherits them.  Parameters of other classes are addressed by dim number.
@@ -39,7 +39,7 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
     # in addition to those of the projection
-    "schedlang.runtime.adapted.Adapted": {
+    "schedlang.runtime.low_rank_adapters.AdaptedProjection": {
         "lora_A": ("rank", "in"),
         "lora_B": ("out", "rank"),
         "lora_magnitude": ("out",),
@@ -50,27 +50,27 @@ BASE = "torch.nn.modules.module.Module"
 
 
 @runtime_checkable
-class Adapting(Protocol):
+class AdapterChange(Protocol):
     """A change of a model that adds parameters of its own (`adapt`)."""
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Return a changed copy of a module, on the same storage."""
 
-    def varied(self, module: nn.Module) -> nn.Module:
+    def with_varied_values(self, module: nn.Module) -> nn.Module:
         """Return a changed copy; the added parameters get other values than training starts
         with."""
 
-    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+    def initializer_of(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """Return the function that makes the initial value of an added parameter from a like
         tensor; else None."""
 
-    def coded(self, name: str) -> Coding | None:
+    def coding_of(self, name: str) -> WeightQuantization | None:
         """Return the coding in which a parameter of this name is stored; None: stored as it is."""
 
-    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merge_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge the added parameters into values of the model before the change."""
 
-    def undrawn(self, module: nn.Module) -> None:
+    def stop_random_draws(self, module: nn.Module) -> None:
         """Stop the added parts of a changed module from drawing random numbers."""
 
 
@@ -135,8 +135,9 @@ class ModelFacts:
 
     The model may be on the meta device. `model` is stored for `attribute` and for `build`. Where
     rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a copy
-    with these `changes`, and `base` has the facts of the untouched model. `varied`: a proof has
-    given the untouched model other values; parameters that rows add start with other values, too.
+    with these `changes`, and `base` has the facts of the untouched model. `with_varied_values`: a
+    proof has given the untouched model other values; parameters that rows add start with other
+    values, too.
     """
 
     def __init__(
@@ -148,24 +149,30 @@ class ModelFacts:
     ) -> None:
         self.model = model
         self.base: ModelFacts = base or self
-        self.varied = varied
+        self.has_varied_values = varied
         self.changes: tuple[Change, ...] = changes
         self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # results of probes
-        self.given: dict[str, Any] = {}  # replacements given in Python, by name
+        self.python_replacements: dict[str, Any] = {}  # replacements given in Python, by name
 
-    def changed(self, change: Change) -> ModelFacts:
+    def with_change(self, change: Change) -> ModelFacts:
         """Return the facts of the model after one more change."""
-        make = change.varied if self.varied and isinstance(change, Adapting) else change
-        return ModelFacts(make(self.model), self.base, (*self.changes, change), self.varied)
+        make = (
+            change.with_varied_values
+            if self.has_varied_values and isinstance(change, AdapterChange)
+            else change
+        )
+        return ModelFacts(
+            make(self.model), self.base, (*self.changes, change), self.has_varied_values
+        )
 
-    def like(self, module: nn.Module, varied: bool = False) -> ModelFacts:
+    def for_module(self, module: nn.Module, varied: bool = False) -> ModelFacts:
         """Return the facts of another untouched module of equal structure, with the same
         changes."""
         facts = ModelFacts(module, varied=varied)
         for change in self.changes:
-            facts = facts.changed(change)
+            facts = facts.with_change(change)
         return facts
 
     @property
@@ -173,9 +180,9 @@ class ModelFacts:
         """The user's replacement modules by name, from the model file or the model's class, and
         from Python."""
         found = getattr(self.base.model, "replacements", None)
-        return {**(found if isinstance(found, Mapping) else {}), **self.base.given}
+        return {**(found if isinstance(found, Mapping) else {}), **self.base.python_replacements}
 
-    def named(self, value: object) -> object:
+    def register_replacement(self, value: object) -> object:
         """Register a module, or a function that makes one, and return a name for rows; else return
         `value`."""
         if not callable(value):
@@ -183,60 +190,66 @@ class ModelFacts:
         own_name = getattr(value, "__name__", type(value).__name__)
         stem = name = own_name if own_name.isidentifier() else "replacement"
         number = 1
-        while self.given.get(name, value) is not value:
+        while self.python_replacements.get(name, value) is not value:
             number += 1
             name = f"{stem}_{number}"
-        self.given[name] = value
+        self.python_replacements[name] = value
         return name
 
     @property
-    def rewritten(self) -> bool:
+    def has_rewrites(self) -> bool:
         """Whether some row changes the computation of a module."""
         return any(getattr(change, "rewrites", False) for change in self.changes)
 
-    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+    def initializer_of(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """Return the function that makes the initial value of a parameter that a row adds, from a
         like tensor.
 
         None: the parameter is the model's own.
         """
-        draws = (change.drawn(name) for change in self.changes if isinstance(change, Adapting))
+        draws = (
+            change.initializer_of(name)
+            for change in self.changes
+            if isinstance(change, AdapterChange)
+        )
         return next((make for make in draws if make is not None), None)
 
-    def coded(self, name: str) -> Coding | None:
+    def coding_of(self, name: str) -> WeightQuantization | None:
         """Return the coding in which a rank stores a parameter, by its first name; None: stored as
         it is."""
-        if not any(isinstance(change, Adapting) for change in self.changes):
+        if not any(isinstance(change, AdapterChange) for change in self.changes):
             return None
         names = self.parameters[name].names
-        found = (c.coded(n) for c in self.changes if isinstance(c, Adapting) for n in names)
+        found = (
+            c.coding_of(n) for c in self.changes if isinstance(c, AdapterChange) for n in names
+        )
         return next((coding for coding in found if coding is not None), None)
 
-    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merge_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the untouched model's parameter values for values of this model, by every name."""
         found = dict(values)
         for change in reversed(self.changes):
-            if isinstance(change, Adapting):
-                found = change.merged(found)
+            if isinstance(change, AdapterChange):
+                found = change.merge_values(found)
         return found
 
-    def undrawn(self) -> nn.Module:
+    def without_random_draws(self) -> nn.Module:
         """Return a copy of the model in which no added part draws random numbers."""
-        twin = copied(self.model)
+        twin = copy_module(self.model)
         for change in self.changes:
-            if isinstance(change, Adapting):
-                change.undrawn(twin)
+            if isinstance(change, AdapterChange):
+                change.stop_random_draws(twin)
         return twin
 
     @cached_property
-    def compared(self) -> nn.Module:
+    def reference_model(self) -> nn.Module:
         """The model that a proof compares with: trained as the rows say, with the original
         computation."""
-        if not self.rewritten:
+        if not self.has_rewrites:
             return self.model
         facts = self.base
         for change in self.changes:
-            facts = facts if getattr(change, "rewrites", False) else facts.changed(change)
+            facts = facts if getattr(change, "rewrites", False) else facts.with_change(change)
         return facts.model
 
     @cached_property
@@ -269,14 +282,14 @@ class ModelFacts:
         return {name: facts[name] for name in tensors}
 
     @cached_property
-    def unique(self) -> Mapping[str, ParameterFact]:
+    def unique_parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter once, by its first name."""
         return {fact.name: fact for fact in self.parameters.values()}
 
     @cached_property
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """The groups of names that are one parameter."""
-        return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
+        return tuple(fact.names for fact in self.unique_parameters.values() if len(fact.names) > 1)
 
     @cached_property
     def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
@@ -349,9 +362,9 @@ class ModelFacts:
 
     def numel(self, fqn: str) -> int:
         """Return the number of elements of a module's parameters, each tensor once."""
-        return sum(fact.numel for fact in {id(f): f for f in self.below(fqn)}.values())
+        return sum(fact.numel for fact in {id(f): f for f in self.parameters_below(fqn)}.values())
 
-    def below(self, fqn: str) -> list[ParameterFact]:
+    def parameters_below(self, fqn: str) -> list[ParameterFact]:
         """Return the parameters of a module and of all modules below it, by every name there."""
         return [self.parameters[name] for name in self.names_below(fqn)]
 
@@ -388,11 +401,11 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def titled(fqn: str) -> str:
+def quote_module(fqn: str) -> str:
     """Return the name of a module for a message; "the model" for ""."""
     return f"`{fqn}`" if fqn else "the model"
 
 
-def inside(name: str, fqn: str) -> bool:
+def is_inside(name: str, fqn: str) -> bool:
     """Return whether a name is the module `fqn`, or is inside of it."""
     return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
-from schedlang.uncollected import uncollected
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.user_errors import refusal_of
+from schedlang.garbage_collection import without_collector
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def module_of(name: str, path: str | Path) -> tuple[ModuleType, Callable[[], Non
     return module, lambda: loader.exec_module(module)
 
 
-KNOWN = ("model", "batch", "loss", "weight", "small", "small_batch", "replacements")
+KNOWN_NAMES = ("model", "batch", "loss", "weight", "small", "small_batch", "replacements")
 IMPORT_NAME = "schedlang_model_file"
 
 
@@ -91,7 +91,7 @@ class ModelFile:
                 f"{self._shown_name} defines no `batch(seed)`",
                 helps=("return a dict of tensors: the keyword arguments of the model's forward",),
             )
-        made = self._call_function("batch", *((seed,) if self.varies else ()))
+        made = self._call_function("batch", *((seed,) if self.accepts_seed else ()))
         if not isinstance(made, Mapping):
             raise Refusal.of(
                 "S902",
@@ -109,10 +109,10 @@ class ModelFile:
         except Refusal:
             raise
         except Exception as error:
-            raise told(error, name, function) from error
+            raise refusal_of(error, name, function) from error
 
     @property
-    def varies(self) -> bool:
+    def accepts_seed(self) -> bool:
         """Whether `batch` accepts a seed."""
         return "seed" in inspect.signature(self.module.batch).parameters
 
@@ -190,11 +190,11 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
                 "or name one: `--model path/to/file.py`, `--model package.module`",
             ),
         )
-    module = imported(IMPORT_NAME, path)
+    module = import_file(IMPORT_NAME, path)
     return _checked(module, IMPORT_NAME, path.resolve())
 
 
-def imported(name: str, path: Path) -> ModuleType:
+def import_file(name: str, path: Path) -> ModuleType:
     """Import a user's file as a module of this name; refuses S904 and S905."""
     if not path.is_file():
         raise Refusal.of("S904", f"there is no file `{path}`")
@@ -203,16 +203,18 @@ def imported(name: str, path: Path) -> ModuleType:
     return module
 
 
-class Importing:
-    """State of the process: `now` is true while a model file is imported."""
+class ImportState:
+    """State of the process: `active` is true while a model file is imported."""
 
-    now = False
+    active = False
 
 
 def _run_import(load: Callable[[], Any], what: str) -> Any:
-    Importing.now = True
+    ImportState.active = True
     try:
-        with uncollected(imports=True):  # importing torch and transformers takes a second less
+        with without_collector(
+            imports=True
+        ):  # importing torch and transformers takes a second less
             return load()
     except Refusal:
         raise
@@ -224,7 +226,7 @@ def _run_import(load: Callable[[], Any], what: str) -> Any:
             helps=(f"see the full error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",),
         ) from error
     finally:
-        Importing.now = False
+        ImportState.active = False
 
 
 def _describe_chain(error: BaseException | None) -> Iterator[str]:
@@ -252,7 +254,7 @@ def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
         raise Refusal.of(
             "S906",
             f"`{path.name if path is not None else name}` defines no `model()`",
-            helps=(guess("model", defined, "it defines"),),
-            facts=unknown("model", defined),
+            helps=(suggest_name("model", defined, "it defines"),),
+            facts=facts_of_unknown("model", defined),
         )
     return ModelFile(module, name, path)

@@ -1,7 +1,8 @@
 """Placements of a tensor on a mesh: sharded, replicated or partial; dims that do not divide.
 
 * `Layout`: the shards of a tensor on the ranks of a mesh.
-* `Cut`: a dim whose size the ranks may not divide: padded, replicated by several ranks, or refused.
+* `SplitDim`: a dim whose size the ranks may not divide: padded, replicated by several ranks, or
+  refused.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Uneven:
     wide: Fraction = Fraction(1)
     repeat: int = 1
 
-    def padded(self, size: int) -> int:
+    def padded_size(self, size: int) -> int:
         """Return the size of a block with its padding."""
         held = size * self.wide / self.repeat
         assert held.denominator == 1, (size, self)
         return held.numerator
 
-    def true(self, held: int, ranks: int) -> int:
+    def true_size(self, held: int, ranks: int) -> int:
         """Return the true size of a dim of which each rank holds `held` elements."""
         size = held * ranks / self.wide
         assert size.denominator == 1, (held, ranks, self)
@@ -105,8 +106,8 @@ class Split:
 class Layout:
     """The distribution of a tensor of a given shape over the ranks of a mesh.
 
-    `padded` is the shape after padding (equal to `shape` without). `splits` are applied in order,
-    so the first named axis is the slowest. Axes that no split names hold replicas.
+    `padded_size` is the shape after padding (equal to `shape` without). `splits` are applied in
+    order, so the first named axis is the slowest. Axes that no split names hold replicas.
     """
 
     shape: tuple[int, ...]
@@ -137,7 +138,7 @@ class Layout:
             if padded[dim] != size:
                 assert uneven == EVEN
                 uneven = Uneven(Fraction(padded[dim], size))
-            padded[dim] = sum(uneven.padded(block) for block in sizes)
+            padded[dim] = sum(uneven.padded_size(block) for block in sizes)
         made = Split(axis, dim, sizes, uneven)
         return replace(self, padded=tuple(padded), splits=(*self.splits, made))
 
@@ -155,10 +156,10 @@ class Layout:
             parts = mesh.size(split.axis) // split.uneven.repeat
             place = mesh.index_at(at, split.axis) // split.uneven.repeat
             if split.dim not in cut:
-                held[split.dim] = strips(split.blocks, split.uneven)
+                held[split.dim] = block_segments(split.blocks, split.uneven)
             cut.add(split.dim)
             held[split.dim] = [_part(strip, parts, place) for strip in held[split.dim]]
-        return tuple(tuple(joined([run for strip in dim for run in strip])) for dim in held)
+        return tuple(tuple(merge_segments([run for strip in dim for run in strip])) for dim in held)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape that every rank holds, padding included."""
@@ -176,11 +177,11 @@ class Layout:
         return f"[{', '.join(cells)}]"
 
 
-def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
+def block_segments(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
     """Return each block as its true indices and its padding; all padding follows the true dim."""
     found, start, beyond = [], 0, sum(sizes)
     for size in sizes:
-        more = uneven.padded(size) - size
+        more = uneven.padded_size(size) - size
         found.append([Segment(start, size), *([Segment(beyond, more)] if more else [])])
         start, beyond = start + size, beyond + more
     return found
@@ -196,13 +197,13 @@ class HeldRun:
     length: int
 
 
-def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
+def held_runs(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
     """Return the runs of all ranks, in order of rank; `start` beyond the sum of `sizes` means
     padding."""
     found = []
     for rank in range(ranks):
         at = 0
-        for strip in strips(sizes, uneven):
+        for strip in block_segments(sizes, uneven):
             for run in _part(strip, ranks // uneven.repeat, rank // uneven.repeat):
                 found.append(HeldRun(rank, at, run.start, run.length))
                 at += run.length
@@ -212,7 +213,7 @@ def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
 def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, place: int) -> list[int]:
     """Return the indices that rank `place` holds, in its order; indices beyond the sum are
     padding."""
-    mine = [run for run in holds(sizes, uneven, ranks) if run.rank == place]
+    mine = [run for run in held_runs(sizes, uneven, ranks) if run.rank == place]
     return [run.start + k for run in mine for k in range(run.length)]
 
 
@@ -230,7 +231,7 @@ def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
     return found
 
 
-def joined(runs: Sequence[Segment]) -> list[Segment]:
+def merge_segments(runs: Sequence[Segment]) -> list[Segment]:
     """Merge neighbouring runs."""
     out: list[Segment] = []
     for run in runs:
@@ -246,7 +247,7 @@ MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitDim:
     """A dim to be split: its blocks, the number of heads of each block, and the rule for uneven
     sizes.
 
@@ -262,14 +263,14 @@ class Cut:
         """The number of pieces that each block may be split into."""
         return tuple(self.heads or block for block in self.blocks)
 
-    def even(self, ranks: int) -> bool:
+    def divides_evenly(self, ranks: int) -> bool:
         """Return whether the ranks divide every block between its heads."""
         return all(count % ranks == 0 for count in self.units)
 
-    def uneven(self, ranks: int) -> Uneven | None:
+    def uneven_rule(self, ranks: int) -> Uneven | None:
         """Return the rule that fits the dim to the ranks; None where the rule does not fit the
         sizes."""
-        if self.even(ranks) or ranks == 1:
+        if self.divides_evenly(ranks) or ranks == 1:
             return EVEN
         if self.rule == "pad":
             wide = {Fraction(-(-n // ranks) * ranks, n) for n in self.units}
@@ -278,19 +279,19 @@ class Cut:
             return Uneven(Fraction(ranks // self.heads), ranks // self.heads)
         return None
 
-    def fitting(self) -> list[int]:
+    def fitting_rank_counts(self) -> list[int]:
         """Return the numbers of ranks, up to 1024, that divide the dim evenly."""
-        return [n for n in range(2, 1025) if self.even(n)]
+        return [n for n in range(2, 1025) if self.divides_evenly(n)]
 
 
-def some(numbers: Sequence[int]) -> str:
+def format_numbers(numbers: Sequence[int]) -> str:
     """Format the first of some numbers."""
     shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
     return shown if len(numbers) <= MOST_SHOWN else f"{shown}, ..."
 
 
-def remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, str], ...]:
-    """Return the arguments (names and values) of the first of `remedies`."""
+def first_remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, str], ...]:
+    """Return the arguments (names and values) of the first of `find_remedies`."""
     rule = "pad" if heads != 1 else None
     if heads and splits_out and ranks % heads == 0:
         rule = "replicate"
@@ -298,7 +299,7 @@ def remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, 
     return (*count, ("uneven", rule)) if rule is not None else ()
 
 
-def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[str]:
+def find_remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[str]:
     """Return rows that make heads, or any sizes, fit; `row` is the call without its closing
     bracket."""
     count = f", heads={heads}" if heads else ""
@@ -310,7 +311,7 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
     return found
 
 
-def sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
+def block_sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
     """Return the sizes of the blocks of a dim: as given, or of a number of equal blocks.
 
     For more blocks than elements, one block too many is returned: such sizes do not add up either.
@@ -320,9 +321,10 @@ def sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(blocks)
 
 
-def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
+def suggest_blocks(blocks: object, size: int) -> tuple[str, ...]:
     """Return helps with the `blocks` that are legal for a dim of this size."""
     if isinstance(blocks, int):
         fit = [n for n in range(1, size + 1) if size % n == 0]
-        return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)
+        legal = format_numbers(fit)
+        return (f"`blocks` may be {legal}, or sizes that add up to {size}: `blocks=[...]`",)
     return (f"the sizes must add up to {size}, or a number of equal blocks divide it: `blocks=2`",)

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.ir.annotations import (
+    ActivationCoding,
     Annotation,
     Boundary,
     Cast,
     Check,
     Completion,
     Compression,
-    Context,
+    ContextSplit,
     Expectation,
-    Kept,
+    OffloadedTensors,
     Order,
     Overlap,
-    Padded,
+    PaddedDim,
     Replicas,
     StageCut,
-    Stored,
 )
 from schedlang.ir.features import Grouping, Recomputing
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.placement import Layout
-from schedlang.ir.sharing import Trail, changed, holders, persistent, shared
+from schedlang.ir.sharing import RowIndex, apply_by_class, as_layered, changes_layouts, parents_of
 
 if TYPE_CHECKING:
     from schedlang.ir.primitive import Facet, Primitive
@@ -62,28 +62,28 @@ class Action:
         return self.primitive.changes(*facets)
 
     @property
-    def acts(self) -> bool:
+    def has_effect(self) -> bool:
         """Whether the row changes anything; a check does not."""
         return bool(self.primitive.writes)
 
     @property
-    def each(self) -> list[tuple[str, ...]]:
+    def groups(self) -> list[tuple[str, ...]]:
         """The groups of sites that the primitive is applied to, one call each."""
         if isinstance(self.primitive, Grouping):
-            return self.primitive.taken(self.sites)
+            return self.primitive.group_sites(self.sites)
         return (
             [(site,) for site in self.sites] if self.primitive.takes == "module" else [self.sites]
         )
 
     @property
-    def together(self) -> list[tuple[str, ...]]:
+    def inseparable_groups(self) -> list[tuple[str, ...]]:
         """The groups of sites that are recomputed as one; no stage cut divides a group."""
         if isinstance(self.primitive, Recomputing):
-            return self.primitive.together(self.sites)
+            return self.primitive.inseparable_groups(self.sites)
         return [(site,) for site in self.sites]
 
 
-class Printed(Protocol):
+class PlanPrinter(Protocol):
     """A printer of plans for users; `viz.picture` installs one."""
 
     def text(self, plan: Plan) -> str:
@@ -95,10 +95,10 @@ class Printed(Protocol):
         ...
 
 
-PRINTED: list[Printed] = []
+PLAN_PRINTERS: list[PlanPrinter] = []
 
 
-def at_its_row(refusal: Refusal, row: Action | None) -> Refusal:
+def place_at_row(refusal: Refusal, row: Action | None) -> Refusal:
     """Return the refusal placed at its row; unchanged where there is no row."""
     return refusal.at(row.span) if row is not None else refusal
 
@@ -123,25 +123,29 @@ class Plan:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     computes: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, Any] = field(default_factory=dict)
-    spread: frozenset[str] = frozenset()
-    completing: tuple[Completion, ...] = ()
+    kind_options: Mapping[str, Any] = field(default_factory=dict)
+    batch_split_parameters: frozenset[str] = frozenset()
+    completions: tuple[Completion, ...] = ()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> number of its calls, each a unit
     cuts: tuple[StageCut, ...] = ()
     order: Order | None = None
-    late: tuple[str, ...] | None = None  # modules whose weight gradients may be deferred; None: all
+    deferred_weight_grads: tuple[str, ...] | None = (
+        None  # modules whose weight gradients may be deferred; None: all
+    )
     overlaps: tuple[Overlap, ...] = ()
-    ahead: int = 1  # a receive is posted this many operations before its use
+    receive_ahead: int = 1  # a receive is posted this many operations before its use
     replicas: tuple[Replicas, ...] = ()
-    contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
+    contexts: Mapping[str, tuple[ContextSplit, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the gradients' all-reduce over some data axes
     casts: Sequence[Cast] = ()  # modules with another dtype of computation than of storage
-    stores: Sequence[Stored] = ()  # tensors that are offloaded from the device
-    kept: Sequence[Kept] = ()  # activations saved for backward in fewer bits
-    padded: Sequence[Padded] = ()
+    stores: Sequence[OffloadedTensors] = ()  # tensors that are offloaded from the device
+    activation_codings: Sequence[
+        ActivationCoding
+    ] = ()  # activations saved for backward in fewer bits
+    padded: Sequence[PaddedDim] = ()
     checks: tuple[Check, ...] = ()  # demands to a proof
     expected: tuple[Expectation, ...] = ()  # bounds on the plan's costs
-    known: Trail = field(default_factory=Trail, compare=False, repr=False)
+    row_index: RowIndex = field(default_factory=RowIndex, compare=False, repr=False)
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
@@ -156,29 +160,33 @@ class Plan:
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
         """Return the fields, after making the model picklable, and the classes registered with
         pytree."""
-        from schedlang.ir.pytree import known_classes, let_travel
+        from schedlang.ir.pytree import known_classes, make_picklable
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
-            let_travel(module)
+            make_picklable(module)
         return dict(vars(self)), known_classes()
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
         """Restore the fields in another process, and repeat there what making the model
         registers."""
-        from schedlang.ir.pytree import open_classes, register
+        from schedlang.ir.pytree import record_outputs, register_classes
 
         vars(self).update(state[0])
-        open_classes(state[1])
-        register(*self.model.model.modules())
+        register_classes(state[1])
+        record_outputs(*self.model.model.modules())
 
     def __str__(self) -> str:
         """Return the plan as the verb `plan` shows it without a batch."""
-        return PRINTED[-1].text(self) if PRINTED else self.rows()
+        return PLAN_PRINTERS[-1].text(self) if PLAN_PRINTERS else self.rows()
 
     def _repr_html_(self) -> str:
         """Return the plan as a picture for notebooks: placements on the model's tree, and
         memory."""
-        return PRINTED[-1].picture(self) if PRINTED else f"<pre>{html.escape(self.rows())}</pre>"
+        return (
+            PLAN_PRINTERS[-1].picture(self)
+            if PLAN_PRINTERS
+            else f"<pre>{html.escape(self.rows())}</pre>"
+        )
 
     def rows(self) -> str:
         """Format one line for each row: its step, where it acts and what it does."""
@@ -203,15 +211,15 @@ class Plan:
         """
         primitive.agree(self.mesh.names)
         action = Action(primitive, tuple(sites), step, self.next_row, span)
-        together = shared(self, action) if len(sites) > 1 else None
+        together = apply_by_class(self, action) if len(sites) > 1 else None
         plan = together or self
         for target in self.targets(action) if together is None else ():
             primitive.check(target, plan)
             plan = primitive.transform(target, plan)
         actions = (*self.actions, action)
         wide = len(sites) > 1 or bool(self.model.children(sites[0]))
-        alone = wide and together is None and changed(self, plan)
-        return replace(plan, actions=actions, known=self.trail.after(actions, alone))
+        alone = wide and together is None and changes_layouts(self, plan)
+        return replace(plan, actions=actions, row_index=self.trail.with_row(actions, alone))
 
     @property
     def next_row(self) -> int:
@@ -232,15 +240,19 @@ class Plan:
         return [(action, row) for action, row in rows if isinstance(row, feature)]
 
     @property
-    def trail(self) -> Trail:
+    def trail(self) -> RowIndex:
         """The rows at each module: maintained while rows are added, computed anew for other
         rows."""
-        return self.known if self.known.of is self.actions else Trail.along(self.actions)
+        return (
+            self.row_index
+            if self.row_index.rows is self.actions
+            else RowIndex.index_rows(self.actions)
+        )
 
     def targets(self, action: Action) -> Iterator[Any]:
         """Yield what the primitive of an action is called with, call by call: one site, or
         several."""
-        for group in action.each:
+        for group in action.groups:
             known = tuple(self.model.sites[fqn] for fqn in group)
             yield known if action.primitive.takes == "selection" else known[0]
 
@@ -249,7 +261,7 @@ class Plan:
         fact = self.model.parameters[parameter]
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
 
-    def held(self, parameter: str) -> Layout:
+    def effective_layout(self, parameter: str) -> Layout:
         """Return the effective layout of a parameter: without splits over axes of size 1 and their
         padding."""
         layout = self.layout(parameter)
@@ -259,24 +271,28 @@ class Plan:
     def with_layout(self, parameter: str, layout: Layout) -> Plan:
         """Return the plan with this layout of a parameter, under all its names."""
         name = self.model.parameters[parameter].name
-        return replace(self, layouts=persistent(self.layouts).put({name: layout}))
+        return replace(self, layouts=as_layered(self.layouts).put({name: layout}))
 
-    def with_spread(self, parameter: str, layout: Layout) -> Plan:
+    def with_batch_split_layout(self, parameter: str, layout: Layout) -> Plan:
         """Return the plan with this layout of a parameter whose module itself reduces the gradient
         fully."""
         name = self.model.parameters[parameter].name
         plan = self.with_layout(parameter, layout)
-        return replace(plan, spread=plan.spread | {name})
+        return replace(plan, batch_split_parameters=plan.batch_split_parameters | {name})
 
     def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
-        """Return the plan in which a module computes as `kind`, with the options `told`."""
-        options = self.told if told is None else persistent(self.told).put({fqn: told})
-        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=options)
+        """Return the plan in which a module computes as `kind`, with the options `kind_options`."""
+        options = (
+            self.kind_options if told is None else as_layered(self.kind_options).put({fqn: told})
+        )
+        return replace(
+            self, computes=as_layered(self.computes).put({fqn: kind}), kind_options=options
+        )
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """Return the plan with one more boundary at a module."""
         known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
-        more = persistent(self.boundaries).put({fqn: (*known, boundary)})
+        more = as_layered(self.boundaries).put({fqn: (*known, boundary)})
         return replace(self, boundaries=more)
 
     @property
@@ -284,7 +300,7 @@ class Plan:
         """The number of microbatches that a rank's rows are split into."""
         return self.order.micro if self.order is not None else 1
 
-    def overlapping(self, what: str) -> Overlap | None:
+    def find_overlap(self, what: str) -> Overlap | None:
         """Return the annotation on overlapped communication of this kind; None if there is none."""
         return next((one for one in self.overlaps if one.what == what), None)
 
@@ -299,7 +315,7 @@ class Plan:
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
 
     @property
-    def scaled(self) -> Cast | None:
+    def loss_scaling(self) -> Cast | None:
         """The cast that scales the loss (fp16); None without one."""
         return next((one for one in self.casts if one.dtype == "fp16"), None)
 
@@ -339,7 +355,7 @@ class Plan:
         return self.mesh.size(self.row_axes)
 
     @property
-    def dealt(self) -> int | tuple[int, ...]:
+    def share_weights(self) -> int | tuple[int, ...]:
         """The number of equal `shares`; if shares differ, the relative number of rows of each."""
         uneven = [one for one in self.replicas if one.rows]
         if not uneven:
@@ -350,7 +366,7 @@ class Plan:
         )
 
     @property
-    def copies(self) -> tuple[Replicas, ...]:
+    def all_replicas(self) -> tuple[Replicas, ...]:
         """`replicas`, and one of stage 0 for context axes that no replicas name."""
         named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
         alone = tuple(axis for axis in self.context_axes if axis not in named)
@@ -361,7 +377,7 @@ class Plan:
         layout = self.layout(parameter)
         return frozenset(plain for axis in layout.axes for plain in self.mesh.fold(axis))
 
-    def copied_over(self, parameter: str) -> tuple[str, ...]:
+    def replica_axes(self, parameter: str) -> tuple[str, ...]:
         """Return the data axes along which ranks hold the same values of a parameter, in mesh
         order."""
         split = self.split_axes(parameter)
@@ -369,10 +385,12 @@ class Plan:
 
     def rows_at(self, fqn: str) -> list[Action]:
         """Return the actions at this module and at modules that contain it."""
-        places = {p for rows in self.trail.at.many((fqn, *holders(fqn)), ()) for p in rows}
+        places = {
+            p for rows in self.trail.rows_at.get_many((fqn, *parents_of(fqn)), ()) for p in rows
+        }
         return [self.actions[place] for place in sorted(places)]
 
     def rows_near(self, fqn: str) -> list[Action]:
         """Return the actions at this module, at modules that contain it and at modules inside of
         it."""
-        return [self.actions[place] for place in sorted(self.trail.around((fqn,)))]
+        return [self.actions[place] for place in sorted(self.trail.rows_around((fqn,)))]

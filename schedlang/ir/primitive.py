@@ -180,7 +180,7 @@ def registry() -> Mapping[str, type[Primitive]]:
 
 
 @contextmanager
-def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
+def isolated_registry(keep: Sequence[str] | None = None) -> Iterator[None]:
     """Isolate the registry during a block, for tests of primitives.
 
     Primitives defined inside are dropped afterwards. `keep`: the names of existing primitives that
@@ -256,18 +256,22 @@ def _load_entry_point(point: metadata.EntryPoint) -> None:
         ) from error
 
 
-def both_change(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
+def shared_facets(
+    first: Primitive | type[Primitive], then: Primitive | type[Primitive]
+) -> list[str]:
     """Return the names of the facets that both write."""
     return sorted(first.writes & then.writes)
 
 
-def overturned(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
+def find_overturned(
+    first: Primitive | type[Primitive], then: Primitive | type[Primitive]
+) -> list[str]:
     """Return the names of the facets that `then` writes and that `first` reads but does not
     write."""
     return sorted((then.writes & first.reads) - first.writes)
 
 
-def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
+def relation_of(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
     """Return the relation of a row `then` below a row `first` at one module.
 
     For classes: the relation of their examples. "commute": nothing shared. "order": `then` relies
@@ -276,9 +280,9 @@ def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primiti
     """
     if first.foremost != then.foremost and (first.writes | then.writes) - {"trained"}:
         return "clash" if then.foremost else "order"
-    if overturned(first, then):
+    if find_overturned(first, then):
         return "clash"
-    if both_change(first, then):
+    if shared_facets(first, then):
         return "both"
     return "order" if first.writes & then.reads else "commute"
 
@@ -294,14 +298,14 @@ Two rows select one module. The first stands above: its verb is on the left. The
 """
 
 
-def table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
+def conflict_table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
     """Return the relation of each verb to each verb below it."""
-    return {a: {b: conflicts(known[a], known[b]) for b in sorted(known)} for a in sorted(known)}
+    return {a: {b: relation_of(known[a], known[b]) for b in sorted(known)} for a in sorted(known)}
 
 
-def text(known: Mapping[str, type[Primitive]]) -> str:
+def format_conflicts(known: Mapping[str, type[Primitive]]) -> str:
     """Format the table; columns have the numbers of the rows."""
-    found = table(known)
+    found = conflict_table(known)
     width = max(map(len, found), default=0)
     head = " " * (width + 5) + " ".join(f"{at:>2}" for at, _ in enumerate(found, 1))
     rows = [

@@ -7,10 +7,10 @@ nest, so that hooks that flatten by themselves (of fully_shard) find the tensors
 
 Also for models that are sent to other processes:
 
-* `register` repeats what libraries record when a model is made. transformers records which hidden
-  states and attentions a class can return when the first model of the class is made; a model
+* `record_outputs` repeats what libraries record when a model is made. transformers records which
+  hidden states and attentions a class can return when the first model of the class is made; a model
   unpickled in another process would silently return none.
-* `let_travel` makes parts of a model picklable that pickle rejects.
+* `make_picklable` makes parts of a model picklable that pickle rejects.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
     "GetAttrKey",
     "MappingKey",
     "SequenceKey",
-    "closed",
-    "flat",
+    "is_opaque",
+    "is_flat",
     "keystr",
-    "know",
+    "register_nest",
     "known_classes",
-    "open_classes",
-    "separable",
+    "register_classes",
+    "is_sample_batch",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -73,7 +73,7 @@ _LISTS = frozenset([tuple, list, torch.Size])
 _REGISTERED: dict[type, None] = {}  # classes that were registered here, in order
 
 
-def flat(tree: Any) -> bool:
+def is_flat(tree: Any) -> bool:
     """Return whether a value is a dict of tensors and plain values alone, as most batches are;
     fast."""
     return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
@@ -81,7 +81,7 @@ def flat(tree: Any) -> bool:
 
 def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """Return the leaves of a nest, and its structure."""
-    know(tree)
+    register_nest(tree)
     return _pytree.tree_flatten(tree, is_leaf)
 
 
@@ -104,7 +104,7 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     else:
         if is_leaf is None:
             return found
-    know(tree)
+    register_nest(tree)
     return _pytree.tree_leaves(tree, is_leaf)
 
 
@@ -112,7 +112,7 @@ def tree_flatten_with_path(
     tree: Any, is_leaf: IsLeaf | None = None
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the leaves of a nest with their paths, and its structure."""
-    know(tree)
+    register_nest(tree)
     found: list[tuple[Any, Any]] = []
     _collect_leaves(tree, (), is_leaf or (lambda value: False), found)
     return found, _pytree.tree_structure(tree, is_leaf)
@@ -133,16 +133,16 @@ def _collect_leaves(
 
 def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
     """Return the nest with `function` applied to each leaf."""
-    if flat(tree):
+    if is_flat(tree):
         return {name: function(value) for name, value in tree.items()}
-    know(tree)
+    register_nest(tree)
     return _pytree.tree_map(function, tree, is_leaf=is_leaf)
 
 
 Undo = list[Callable[[], None]]
 
 
-def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
+def write_back(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
     """Write the leaves of a changed copy of a nest into the nest itself; return the nest.
 
     Mappings, lists and dataclasses stay the same objects, so that all who hold them see the
@@ -152,7 +152,7 @@ def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
     if nest is changed or type(nest) is not type(changed):
         return changed
     if isinstance(nest, tuple):
-        made = [written_into(one, other, undo) for one, other in zip(nest, changed)]
+        made = [write_back(one, other, undo) for one, other in zip(nest, changed)]
         return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
     keys: Iterable[Any]
     get: Any
@@ -166,7 +166,7 @@ def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
         return changed
     for key in keys:
         value = get(nest, key)
-        new = written_into(value, get(changed, key), undo)
+        new = write_back(value, get(changed, key), undo)
         if new is not value:
             put(nest, key, new)
             if undo is not None:
@@ -182,7 +182,7 @@ def _restore_item(nest: Any, key: Any, value: Any, new: Any, get: Any, put: Any)
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
     """Return the nest with `function` applied to each leaf of some classes."""
-    know(tree)
+    register_nest(tree)
     return _pytree.tree_map_only(kinds, function, tree)
 
 
@@ -200,13 +200,13 @@ def known_classes() -> tuple[type, ...]:
     return tuple(_REGISTERED)
 
 
-def open_classes(kinds: Iterable[type]) -> None:
+def register_classes(kinds: Iterable[type]) -> None:
     """Register classes before a value of them is seen."""
     for kind in kinds:
         _register(kind)
 
 
-def separable(value: Any) -> bool:
+def is_sample_batch(value: Any) -> bool:
     """Return whether a value is one object of many samples that can be separated and rebuilt.
 
     A `Batch` of torch_geometric is one.
@@ -214,7 +214,7 @@ def separable(value: Any) -> bool:
     return _form_of_class(type(value)) == "samples"
 
 
-def closed(value: Any) -> bool:
+def is_opaque(value: Any) -> bool:
     """Return whether a value holds tensors and has a class that cannot be flattened here."""
     kind = type(value)
     if isinstance(value, (*_PLAIN, list, tuple)):
@@ -234,19 +234,19 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     return any(_holds_tensor(held[name], depth - 1) for name in held)
 
 
-def know(value: Any) -> bool:
+def register_nest(value: Any) -> bool:
     """Register the classes in a nest that hold a tensor; return whether the nest holds any."""
     if isinstance(value, _PLAIN):
         return isinstance(value, Tensor)
     kind = type(value)
     if kind is list or isinstance(value, tuple):
-        return any([know(one) for one in value])  # a list, so that all are visited
+        return any([register_nest(one) for one in value])  # a list, so that all are visited
     if kind is dict:
-        return any([know(one) for one in value.values()])
+        return any([register_nest(one) for one in value.values()])
     node = _pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
-        return any([know(one) for one in node.flatten_fn(value)[0]])
-    if _form_of_class(kind) is None or not any([know(one) for one in _children(value)[1]]):
+        return any([register_nest(one) for one in node.flatten_fn(value)[0]])
+    if _form_of_class(kind) is None or not any([register_nest(one) for one in _children(value)[1]]):
         return False
     _register(kind)
     return True
@@ -295,7 +295,7 @@ def _register(kind: type) -> None:
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         names, children = _children(value)
-        return children, (tuple(names), Rest(value, names))
+        return children, (tuple(names), OtherState(value, names))
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten(value)
@@ -314,14 +314,14 @@ def _register_samples(kind: type) -> None:
     def flatten(value: Any) -> tuple[list[Any], Any]:
         places = list(_places(value))
         names = tuple(name for name, _, _ in places)
-        return [store[key] for _, store, key in places], (names, Bare(value))
+        return [store[key] for _, store, key in places], (names, EmptyBatch(value))
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten(value)
         return [(MappingKey(name), child) for name, child in zip(context[0], children)], context
 
     def unflatten(children: Iterable[Any], context: Any) -> Any:
-        return context[1].filled(children)
+        return context[1].fill(children)
 
     _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
@@ -335,7 +335,7 @@ def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
             yield ".".join([*words, str(key)]), store, key
 
 
-class Bare:
+class EmptyBatch:
     """An object of many samples without its contents; all of one class compare equal."""
 
     def __init__(self, value: Any) -> None:
@@ -343,7 +343,7 @@ class Bare:
         for _, store, key in list(_places(self.value)):
             store[key] = 0  # do not keep the tensors alive
 
-    def filled(self, children: Iterable[Any]) -> Any:
+    def fill(self, children: Iterable[Any]) -> Any:
         """Return a copy that holds other contents."""
         made = copy.copy(self.value)
         for (_, store, key), child in zip(list(_places(made)), children):
@@ -351,7 +351,7 @@ class Bare:
         return made
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bare) and type(self.value) is type(other.value)
+        return isinstance(other, EmptyBatch) and type(self.value) is type(other.value)
 
     def __hash__(self) -> int:
         return 0
@@ -360,7 +360,7 @@ class Bare:
         return ""
 
 
-class Rest:
+class OtherState:
     """The state of a value besides its children; compares equal to every other, in a tree's
     structure."""
 
@@ -371,7 +371,7 @@ class Rest:
         self.state = {k: v for k, v in held.items() if k not in inside and (mine or k not in names)}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rest)
+        return isinstance(other, OtherState)
 
     def __hash__(self) -> int:
         return 0
@@ -398,7 +398,7 @@ def _children(value: Any) -> tuple[list[Any], list[Any]]:
     return names, [getattr(value, name) for name in names]
 
 
-def _rebuild(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
+def _rebuild(kind: Any, children: Mapping[Any, Any], rest: OtherState) -> Any:
     """Make a value of a class from other children, without running its code where possible."""
     if issubclass(kind, dict):
         made = kind.__new__(kind)
@@ -420,7 +420,7 @@ def _rebuild(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
     return made
 
 
-def register(*modules: nn.Module) -> None:
+def record_outputs(*modules: nn.Module) -> None:
     """Record for the classes of modules what making the modules would have recorded.
 
     transformers looks up by class name the outputs that its hooks collect (hidden states, logits of
@@ -435,7 +435,7 @@ def register(*modules: nn.Module) -> None:
             known[module] = module._can_record_outputs
 
 
-def let_travel(model: nn.Module) -> None:
+def make_picklable(model: nn.Module) -> None:
     """Register how to pickle the parts of a model that pickle rejects; without such parts, do
     nothing.
 

@@ -1,10 +1,11 @@
 """Rows at very many modules: checked and stored once per class of equal modules.
 
-* `Persistent`: an immutable mapping; `put` returns a new one that shares the unchanged items.
-* `classes`: a number for each class of equal modules of a model.
-* `Part`, `Spread`: values of a row for very many modules, stored once and expanded on access.
-* `Trail`: the rows of a plan at each module, and inside of it.
-* `shared`: apply a row once for each class of equal modules.
+* `LayeredMapping`: an immutable mapping; `put` returns a new one that shares the unchanged items.
+* `module_classes`: a number for each class of equal modules of a model.
+* `SharedValue`, `SharedValues`: values of a row for very many modules, stored once and expanded on
+  access.
+* `RowIndex`: the rows of a plan at each module, and inside of it.
+* `apply_by_class`: apply a row once for each class of equal modules.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from schedlang.ir.features import Uniform
-from schedlang.ir.model import inside
+from schedlang.ir.model import is_inside
 from schedlang.ir.primitive import registry
 
 if TYPE_CHECKING:
@@ -30,30 +31,30 @@ D = TypeVar("D")
 
 
 @dataclass(eq=False, repr=False)
-class Persistent(Mapping[K, V]):
+class LayeredMapping(Mapping[K, V]):
     """Layers of items over a base mapping, newest last; immutable.
 
     `put` adds a layer, and merges layers of similar size: of n items put one by one each is copied
     log n times in all, where copies of a dict would take n * n. Layers are never merged with the
-    base, so that `own` is what was put since the mapping was made. Items are ordered as in a dict:
-    by first put.
+    base, so that `added_items` is what was put since the mapping was made. Items are ordered as in
+    a dict: by first put.
     """
 
     _base: Mapping[K, V]
     _layers: tuple[dict[K, V], ...] = ()
-    # keys, default and result of the last `many`
+    # keys, default and result of the last `get_many`
     _last_answer: tuple[Sequence[K], object, list[Any]] | None = field(default=None, init=False)
 
-    def put(self, items: Mapping[K, V]) -> Persistent[K, V]:
+    def put(self, items: Mapping[K, V]) -> LayeredMapping[K, V]:
         """Return the mapping with these items added; they replace items of the same keys."""
         layers = [*self._layers, dict(items)]
         while len(layers) > 1 and 2 * len(layers[-1]) >= len(layers[-2]):
             above = layers.pop()
             layers[-1] = {**layers[-1], **above}
-        return Persistent(self._base, tuple(layers))
+        return LayeredMapping(self._base, tuple(layers))
 
     @property
-    def own(self) -> dict[K, V]:
+    def added_items(self) -> dict[K, V]:
         """The items put since the mapping was made."""
         return {key: value for layer in self._layers for key, value in layer.items()}
 
@@ -64,7 +65,7 @@ class Persistent(Mapping[K, V]):
             whole.update(layer)
         return whole
 
-    def many(self, keys: Sequence[K], missing: D) -> list[V | D]:
+    def get_many(self, keys: Sequence[K], missing: D) -> list[V | D]:
         """Return the values of many keys, `missing` for absent ones; much faster than one by one.
 
         The last result is cached: one row looks up its modules several times.
@@ -73,8 +74,8 @@ class Persistent(Mapping[K, V]):
         if last is not None and last[:2] == (keys, missing):
             return last[2]
         base = self._base
-        if isinstance(base, Persistent):
-            found = base.many(keys, missing)
+        if isinstance(base, LayeredMapping):
+            found = base.get_many(keys, missing)
         else:
             found = list(map(base.get, keys, repeat(missing))) if base else [missing] * len(keys)
         for layer in self._layers:
@@ -109,12 +110,12 @@ class Persistent(Mapping[K, V]):
         return {"_base": {}, "_layers": (self._merged,)}
 
 
-def persistent(known: Mapping[K, V]) -> Persistent[K, V]:
+def as_layered(known: Mapping[K, V]) -> LayeredMapping[K, V]:
     """Return the mapping itself if it is a Persistent, else a Persistent over it."""
-    return known if isinstance(known, Persistent) else Persistent(known)
+    return known if isinstance(known, LayeredMapping) else LayeredMapping(known)
 
 
-def classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
+def module_classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
     """Return, for each module, the number of its class of equal modules.
 
     Equal are modules of one Python class whose `attributes`, own parameters and buffers are equal
@@ -132,7 +133,7 @@ def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[s
     """Number the classes from the leaves up: a module's key contains the numbers of its
     children."""
     shared = {name for same in (*facts.ties, *facts.shared_buffers) for name in same}
-    single = {holder for name in shared for holder in holders(name)}
+    single = {holder for name in shared for holder in parents_of(name)}
     found: dict[str, int] = {}
     numbers: dict[object, int] = {}
     looked: dict[tuple[str, ...], list[str]] = {}  # vars(module) -> those among `attributes`
@@ -161,7 +162,7 @@ def _attribute_key(value: object) -> object:
     return (type(value), value) if plain else id(value)
 
 
-def holders(fqn: str) -> Iterator[str]:
+def parents_of(fqn: str) -> Iterator[str]:
     """Yield the modules that contain a module or parameter, from the inside out; the model is
     last."""
     while fqn:
@@ -170,7 +171,7 @@ def holders(fqn: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4)  # one row calls it several times
-def above(modules: tuple[str, ...]) -> frozenset[str]:
+def all_parents_of(modules: tuple[str, ...]) -> frozenset[str]:
     """Return all modules that contain one of these modules."""
     found: set[str] = set()
     level = {fqn.rpartition(".")[0] for fqn in modules if fqn}
@@ -184,7 +185,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedValue:
     """One value for several modules; iterating yields a copy for each, with the module's name as
     `fqn`."""
 
@@ -197,38 +198,38 @@ class Part:
 
     @cached_property
     def _above(self) -> frozenset[str]:
-        return above(self.sites)
+        return all_parents_of(self.sites)
 
     def __iter__(self) -> Iterator[Any]:
         return (replace(self.value, fqn=fqn) for fqn in self.sites)
 
-    def near(self, fqn: str) -> Iterator[Any]:
+    def values_near(self, fqn: str) -> Iterator[Any]:
         """Yield the values at a module, at modules that contain it and at modules inside of it."""
-        for site in (fqn, *holders(fqn)):
+        for site in (fqn, *parents_of(fqn)):
             if site in self._site_set:
                 yield replace(self.value, fqn=site)
         if fqn in self._above:
-            held = (site for site in self.sites if site != fqn and inside(site, fqn))
+            held = (site for site in self.sites if site != fqn and is_inside(site, fqn))
             yield from (replace(self.value, fqn=site) for site in held)
 
 
-class Spread(Sequence[T]):
+class SharedValues(Sequence[T]):
     """A sequence of parts, one after the other; equal to a tuple of all their values."""
 
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self.parts = parts
+    def __init__(self, parts: tuple[SharedValue, ...]) -> None:
+        self.values = parts
 
     def __iter__(self) -> Iterator[T]:
-        return (value for part in self.parts for value in part)
+        return (value for part in self.values for value in part)
 
     def __len__(self) -> int:
-        return sum(len(part.sites) for part in self.parts)
+        return sum(len(part.sites) for part in self.values)
 
     def __getitem__(self, place: Any) -> Any:
         return tuple(self)[place]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, (tuple, Spread)) and tuple(self) == tuple(other)
+        return isinstance(other, (tuple, SharedValues)) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -236,56 +237,59 @@ class Spread(Sequence[T]):
         return repr(tuple(self))
 
 
-def parts(values: Sequence[Any]) -> tuple[Part, ...]:
+def as_shared_values(values: Sequence[Any]) -> tuple[SharedValue, ...]:
     """Return values as parts: those of a Spread, or one part for each value."""
-    if isinstance(values, Spread):
-        return values.parts
-    return tuple(Part(value, (value.fqn,)) for value in values)
+    if isinstance(values, SharedValues):
+        return values.values
+    return tuple(SharedValue(value, (value.fqn,)) for value in values)
 
 
-def near(values: Sequence[T], fqn: str) -> Iterator[T]:
+def values_near(values: Sequence[T], fqn: str) -> Iterator[T]:
     """Yield the values for a module, for modules that contain it, and for modules inside of it."""
-    if isinstance(values, Spread):
-        return (value for part in values.parts for value in part.near(fqn))
-    return (v for v in values if inside(v.fqn, fqn) or inside(fqn, v.fqn))  # type: ignore[attr-defined]
+    if isinstance(values, SharedValues):
+        return (value for part in values.values for value in part.values_near(fqn))
+    return (v for v in values if is_inside(v.fqn, fqn) or is_inside(fqn, v.fqn))  # type: ignore[attr-defined]
 
 
 Rows = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Trail:
-    """The positions in `of` of the rows `at` each module, and of the rows `below` it (at its
+class RowIndex:
+    """The positions in `rows` of the rows `at` each module, and of the rows `rows_below` it (at its
     contents).
 
-    `alone`: some row was applied to its modules one by one, and may have made equal modules
+    `one_by_one`: some row was applied to its modules one by one, and may have made equal modules
     different.
     """
 
-    of: tuple[Any, ...] = ()
-    alone: bool = False
-    at: Persistent[str, Rows] = field(default_factory=lambda: Persistent({}))
-    below: Persistent[str, Rows] = field(default_factory=lambda: Persistent({}))
+    rows: tuple[Any, ...] = ()
+    one_by_one: bool = False
+    rows_at: LayeredMapping[str, Rows] = field(default_factory=lambda: LayeredMapping({}))
+    rows_below: LayeredMapping[str, Rows] = field(default_factory=lambda: LayeredMapping({}))
 
     @staticmethod
-    def along(rows: tuple[Any, ...]) -> Trail:
+    def index_rows(rows: tuple[Any, ...]) -> RowIndex:
         """The trail of some rows."""
-        trail = Trail(rows)
+        trail = RowIndex(rows)
         for count in range(len(rows)):
-            trail = trail.after(rows[: count + 1], True)
-        return replace(trail, of=rows)
+            trail = trail.with_row(rows[: count + 1], True)
+        return replace(trail, rows=rows)
 
-    def after(self, rows: tuple[Any, ...], alone: bool) -> Trail:
+    def with_row(self, rows: tuple[Any, ...], alone: bool) -> RowIndex:
         """Return the trail of these rows, which are one more than the current ones."""
         place, sites = len(rows) - 1, rows[-1].sites
         longer = []
-        for known, modules in ((self.at, sites), (self.below, tuple(above(sites)))):
-            before = known.many(modules, ())
+        for known, modules in (
+            (self.rows_at, sites),
+            (self.rows_below, tuple(all_parents_of(sites))),
+        ):
+            before = known.get_many(modules, ())
             more = {rows: (*rows, place) for rows in set(before)}
             longer.append(known.put(dict(zip(modules, map(more.__getitem__, before)))))
-        return Trail(rows, self.alone or alone, *longer)
+        return RowIndex(rows, self.one_by_one or alone, *longer)
 
-    def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
+    def rows_around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
         """Return the rows at these modules, at modules that contain them and at modules inside of
         them.
 
@@ -294,25 +298,30 @@ class Trail:
         """
         tied = [{name.rpartition(".")[0] for name in names} for names in ties]
         others = {owner for owners in tied if not owners.isdisjoint(sites) for owner in owners}
-        holding = self.at.many((*above(sites), *others), ())
-        marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
+        holding = self.rows_at.get_many((*all_parents_of(sites), *others), ())
+        marks = {*holding, *self.rows_at.get_many(sites, ()), *self.rows_below.get_many(sites, ())}
         return {row for rows in marks for row in rows}
 
 
 MAPS = ("layouts", "boundaries")  # of a plan: keys begin with the module's name
 _NOTHING: Mapping[str, Any] = {}
-LISTS = ("casts", "stores", "kept", "padded")  # of a plan: values have the module's name as `fqn`
+LISTS = (
+    "casts",
+    "stores",
+    "activation_codings",
+    "padded",
+)  # of a plan: values have the module's name as `fqn`
 
 
 @dataclass(frozen=True)
-class Change:
+class SiteChange:
     """The annotations that a row adds at one module; keys are relative to the module's name."""
 
     maps: Mapping[str, Mapping[str, Any]]
     lists: Mapping[str, tuple[Any, ...]]
 
 
-def shared(plan: Plan, action: Action) -> Plan | None:
+def apply_by_class(plan: Plan, action: Action) -> Plan | None:
     """Apply a row to the first module of each class and copy the result; None: apply it one by one.
 
     None for verbs that do not declare what they read (`Uniform`), for modules inside of each other,
@@ -321,15 +330,15 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     adds to lists (`LISTS`) at one module it does not see at the other modules.
     """
     sites, primitive = action.sites, action.primitive
-    if not isinstance(primitive, Uniform) or len(action.each) < len(sites):
+    if not isinstance(primitive, Uniform) or len(action.groups) < len(sites):
         return None
-    if len(set(sites)) < len(sites) or above(sites) & set(sites):
+    if len(set(sites)) < len(sites) or all_parents_of(sites) & set(sites):
         return None
-    groups = alike(plan, sites)
+    groups = group_equal_sites(plan, sites)
     if len(groups) == len(sites):
         return None
-    changes: list[Change] = []
-    layered: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
+    changes: list[SiteChange] = []
+    layered: dict[str, Any] = {name: LayeredMapping(getattr(plan, name)) for name in MAPS}
     lists: dict[str, Any] = {name: getattr(plan, name) for name in LISTS}
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
     now = replace(plan, **layered)
@@ -347,12 +356,12 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     return _apply_changes(plan, sites, groups, changes)
 
 
-def changed(before: Plan, after: Plan) -> bool:
-    """Return whether a row has changed what `alike` compares."""
+def changes_layouts(before: Plan, after: Plan) -> bool:
+    """Return whether a row has changed what `group_equal_sites` compares."""
     return any(getattr(before, name) is not getattr(after, name) for name in MAPS)
 
 
-def _diff_at(before: Plan, after: Plan, fqn: str) -> Change | None:
+def _diff_at(before: Plan, after: Plan, fqn: str) -> SiteChange | None:
     """Return what has changed at one module; None if anything else changed, too."""
     maps: dict[str, Mapping[str, Any]] = {}
     lists: dict[str, tuple[Any, ...]] = {}
@@ -361,8 +370,10 @@ def _diff_at(before: Plan, after: Plan, fqn: str) -> Change | None:
         if was is now:
             continue
         if one.name in MAPS:
-            known = was.own
-            new = {key: value for key, value in now.own.items() if known.get(key) is not value}
+            known = was.added_items
+            new = {
+                key: value for key, value in now.added_items.items() if known.get(key) is not value
+            }
             if not all(key == fqn or key.startswith(f"{fqn}.") for key in new):
                 return None
             maps[one.name] = {key[len(fqn) :]: value for key, value in new.items()}
@@ -372,11 +383,11 @@ def _diff_at(before: Plan, after: Plan, fqn: str) -> Change | None:
             lists[one.name] = tuple(replace(value, fqn="") for value in now)
         else:
             return None
-    return Change(maps, lists)
+    return SiteChange(maps, lists)
 
 
 def _apply_changes(
-    plan: Plan, sites: tuple[str, ...], groups: list[list[str]], changes: list[Change]
+    plan: Plan, sites: tuple[str, ...], groups: list[list[str]], changes: list[SiteChange]
 ) -> Plan:
     """Return the plan with the changes at each module, in order of the modules."""
     made: dict[str, Any] = {}
@@ -385,11 +396,11 @@ def _apply_changes(
             sites, groups, [change.maps.get(name, _NOTHING) for change in changes]
         )
         if items:
-            made[name] = persistent(getattr(plan, name)).put(items)
+            made[name] = as_layered(getattr(plan, name)).put(items)
     for name in LISTS:
         more = _expand_lists(sites, groups, [change.lists.get(name, ()) for change in changes])
         if more:
-            made[name] = Spread((*parts(getattr(plan, name)), *more))
+            made[name] = SharedValues((*as_shared_values(getattr(plan, name)), *more))
     return replace(plan, **made)
 
 
@@ -407,12 +418,12 @@ def _expand_items(
 
 def _expand_lists(
     sites: tuple[str, ...], groups: list[list[str]], values: list[tuple[Any, ...]]
-) -> tuple[Part, ...]:
+) -> tuple[SharedValue, ...]:
     """Return the annotations of modules in order: one part if all modules have the same."""
     if len(values[0]) <= 1 and all(one == values[0] for one in values):
-        return tuple(Part(value, sites) for value in values[0])
+        return tuple(SharedValue(value, sites) for value in values[0])
     pairs = zip(sites, _value_per_site(sites, groups, values))
-    return tuple(Part(value, (site,)) for site, mine in pairs for value in mine)
+    return tuple(SharedValue(value, (site,)) for site, mine in pairs for value in mine)
 
 
 def _value_per_site(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
@@ -425,20 +436,21 @@ def _value_per_site(sites: Sequence[str], groups: list[list[str]], said: list[T]
     return list(map(of.__getitem__, sites))
 
 
-def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
+def group_equal_sites(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     """Return modules in groups that a row cannot distinguish, ordered by their first modules.
 
-    Modules of a group have one class (`classes`, by all attributes that some verb reads), equal
-    layouts, and the same rows at them, at modules that contain them, and at each of their contents.
+    Modules of a group have one class (`module_classes`, by all attributes that some verb reads),
+    equal layouts, and the same rows at them, at modules that contain them, and at each of their
+    contents.
     """
     uniform = (verb for verb in registry().values() if issubclass(verb, Uniform))
     looked = {name for verb in uniform for name in verb.looks_at}
     answers = [
-        list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
-        plan.trail.at.many(sites, ()),
+        list(map(module_classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
+        plan.trail.rows_at.get_many(sites, ()),
         _rows_around(plan, sites),
         _rows_inside(plan, sites),
-        *(_layout_keys(plan, sites) if plan.trail.alone else ()),
+        *(_layout_keys(plan, sites) if plan.trail.one_by_one else ()),
     ]
     return _group_by_answers(sites, [answer for answer in answers if len(set(answer)) > 1])
 
@@ -455,18 +467,18 @@ def _group_by_answers(sites: tuple[str, ...], answers: list[list[Any]]) -> list[
 
 def _rows_around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """Return the rows at the modules that contain each module, from the inside out."""
-    there = tuple(above(sites))
-    marks = dict(zip(there, plan.trail.at.many(there, ())))
+    there = tuple(all_parents_of(sites))
+    marks = dict(zip(there, plan.trail.rows_at.get_many(there, ())))
     if not any(marks.values()):
         return [None]
     parents = [site.rpartition(".")[0] for site in sites]
-    known = {one: (marks[one], *map(marks.get, holders(one))) for one in set(parents)}
+    known = {one: (marks[one], *map(marks.get, parents_of(one))) for one in set(parents)}
     return list(map(known.__getitem__, parents))
 
 
 def _rows_inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """Return the rows at the contents of each module."""
-    below = plan.trail.below.many(sites, ())
+    below = plan.trail.rows_below.get_many(sites, ())
     if not any(below):
         return [None]
     return [_child_rows(plan, site) if rows else None for site, rows in zip(sites, below)]
@@ -477,7 +489,7 @@ def _child_rows(plan: Plan, fqn: str) -> tuple[object, ...]:
     found: list[object] = []
     for child in plan.model.children(fqn):
         name = f"{fqn}.{child}" if fqn else child
-        at, below = plan.trail.at.get(name), plan.trail.below.get(name)
+        at, below = plan.trail.rows_at.get(name), plan.trail.rows_below.get(name)
         if at or below:
             found.append((child, at, _child_rows(plan, name) if below else None))
     return tuple(found)
@@ -485,7 +497,7 @@ def _child_rows(plan: Plan, fqn: str) -> tuple[object, ...]:
 
 def _layout_keys(plan: Plan, sites: tuple[str, ...]) -> Iterator[list[Any]]:
     """Yield the boundaries of each module, and the layouts of its parameters."""
-    boundaries, layouts = persistent(plan.boundaries), persistent(plan.layouts)
-    yield boundaries.many(sites, ())
+    boundaries, layouts = as_layered(plan.boundaries), as_layered(plan.layouts)
+    yield boundaries.get_many(sites, ())
     own = [plan.model.sites[site].parameters for site in sites]
     yield [tuple([layouts.get(fact.name) for fact in one.values()]) for one in own]

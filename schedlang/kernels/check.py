@@ -1,9 +1,10 @@
-"""The accuracy test of kernels against eager computation: the tolerance rule, and its driver.
+"""The accuracy check of kernels against eager computation: the tolerance rule, and its driver.
 
-Both are compared with float64, never with each other: a kernel may be at most twice as wrong as
-eager, or as wrong as its type's rounding, whichever is more.  Run as a module, this file reads
-lists of cases from standard input, one a line as JSON, and writes their results so: the interpreter
-and the compiler of Triton cannot share a process, so `run_kernel_check` asks one of its own.
+Both are compared with float64, never with each other: the error of a kernel may be at most twice
+that of eager mode, or the rounding of its dtype, whichever is larger. Run as a module, this file
+reads lists of cases from standard input, one JSON line each, and writes their results likewise: the
+interpreter and the compiler of Triton cannot be used in one process, so `run_kernel_check` starts
+another.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import KIND, environment, gpu_here, runs
+from schedlang.kernels.kernel_device import DEVICE_TYPE, backend_runs, environment, has_gpu
 
-# roundings that a right kernel may add up, in units of the type's spacing
+# roundings that a correct kernel may accumulate, in units of the dtype's spacing
 _ROUNDINGS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 4.0}
-_PEAK = 4.0  # largest element against eager's largest element
+_PEAK = 4.0  # factor for the largest element, relative to eager's largest element
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The distance of one tensor of a kernel from float64, relative to its norm, and the bound.
+    """The distance of a kernel's tensor from float64, relative to the norm, and its bound.
 
-    `peak` is the largest single difference over the largest element of the reference.
+    `peak` is the largest single difference, relative to the largest element of the reference.
     """
 
     name: str
@@ -49,13 +50,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a kernel, of plain values; the file of a kernel has its own kind.
+    """A test case of a kernel, with plain values only; each kernel's module has a subclass.
 
-    `shape` is that of the first tensor, `dtype` the type of all floating ones; `strided`: the
-    elements of a row are not adjacent in memory.
+    shape    shape of the first tensor
+    dtype    dtype of all floating tensors
+    strided  the elements of a row are not adjacent in memory
     """
 
-    kernel: ClassVar[str]  # the file
+    kernel: ClassVar[str]  # name of the module
     shape: tuple[int, ...]
     dtype: str = "float32"
     seed: int = field(default=0, kw_only=True)
@@ -63,11 +65,11 @@ class Case:
 
     @abstractmethod
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32; `normal(*shape)` draws."""
+        """Return the differentiated tensors, in float32; `normal(*shape)` draws random numbers."""
 
     @abstractmethod
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """Run the kernel, or its reference, on them in their own type."""
+        """Run the kernel, or its reference, on the tensors in their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,19 @@ class KernelCheck:
 
     @property
     def ok(self) -> bool:
-        """The kernel itself ran, and every tensor is within its bound."""
+        """Whether the kernel itself ran, and every tensor is within its bound."""
         return self.backend != "reference" and all(each.ok for each in self.comparisons)
 
 
-def compare(
+def compare_tensor(
     name: str, out: Tensor, eager: Tensor, exact: Tensor, *, times: float = 2.0
 ) -> Comparison:
-    """Judge `out` by its own type's rule; `eager` is of the same type, `exact` in float64.
+    """Compare `out` by the rule of its dtype; `eager` has the same dtype, `exact` is in float64.
 
-    `times` is how much larger than eager's the error may be: 2 for one kernel, whose sums run in
-    one order; more for a region, whose gradients pass through several (`passes.verify`).
+    `times` is the allowed ratio to eager's error: 2 for one kernel, whose sums have one order; more
+    for a region, whose gradients pass through several sums (`passes.verify`).
 
-    Elements that are not finite in `exact` must be the same kind of not finite in `out`.
+    Elements that are not finite in `exact` must be the same (NaN, inf, -inf) in `out`.
     """
     assert exact.dtype == torch.float64, exact.dtype
     spacing = torch.finfo(out.dtype).eps * _ROUNDINGS[out.dtype]
@@ -111,25 +113,25 @@ def compare(
     eager_error, eager_peak = distances(eager)
     allowed = max(times * eager_error, spacing)
     peak_allowed = _PEAK * max(times / 2 * eager_peak, spacing)
-    ok = same_kind and error <= allowed and peak <= peak_allowed  # NaN compares false
+    ok = same_kind and error <= allowed and peak <= peak_allowed  # false for NaN
     return Comparison(name, error, allowed, peak, peak_allowed, ok)
 
 
 def run_kernel_check(
     cases: Sequence[Case], *, device: str | None = None, timeout: float = 300.0
 ) -> list[KernelCheck]:
-    """Run each case in a process beside this one: on the GPU if there is one, else interpreted.
+    """Run each case in another process: on the GPU if there is one, else interpreted.
 
-    Forward and all gradients; outputs start as NaN, so that an element that is never written shows.
-    In the interpreter a row of a case costs well under a millisecond.
-    Raises RuntimeError with the process's own words if it fails, or takes longer than `timeout`.
+    Checks forward and all gradients; outputs start as NaN, so that elements that are never written
+    are found. In the interpreter a row of a case costs well under a millisecond. Raises
+    RuntimeError with the process's own output if it fails, or takes longer than `timeout` seconds.
     """
-    device = device or (KIND if gpu_here() else "cpu")
+    device = device or (DEVICE_TYPE if has_gpu() else "cpu")
     task = {"device": device, "cases": [_encode(case) for case in cases]}
     key = os.getpid(), device
     worker = _idle.pop(key, None) or _Worker(device)
     answer = worker.ask(json.dumps(task), timeout)
-    if device == "cpu":  # one on a GPU would hold memory there
+    if device == "cpu":  # a process with a GPU would hold memory there
         _idle[key] = worker
     else:
         worker.end()
@@ -137,7 +139,7 @@ def run_kernel_check(
 
 
 class _Worker:
-    """A process that checks kernels until this one ends: its imports take seconds."""
+    """A process that checks kernels until this process ends: its imports take seconds."""
 
     def __init__(self, device: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -152,7 +154,7 @@ class _Worker:
         atexit.register(self.end)
 
     def ask(self, task: str, timeout: float) -> str:
-        """Give it a line, and take its answer; it ends if there is none."""
+        """Send a line, and return the answer; the process is ended if there is none."""
         assert self._process.stdin is not None and self._process.stdout is not None
         limit = threading.Timer(timeout, self._process.kill)
         limit.start()
@@ -172,13 +174,14 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
         atexit.unregister(self.end)
 
 
-_idle: dict[tuple[int, str], _Worker] = {}  # of this process, and no fork of it; by device
+# (pid, device) -> worker; by pid, because a fork must not use it
+_idle: dict[tuple[int, str], _Worker] = {}
 
 
 def _encode(case: Case) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def _decode(found: dict[str, Any]) -> KernelCheck:
 
 
 def check_case(case: Case, device: str) -> KernelCheck:
-    """Run one case in this process, with whatever backend this process has."""
+    """Run one case in this process, with the backend of this process."""
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -212,7 +215,7 @@ def check_case(case: Case, device: str) -> KernelCheck:
 
     drawn = {name: strided(t.to(device, dtype)) for name, t in case.draw(normal).items()}
     grads: list[Tensor] = []
-    before = runs()
+    before = backend_runs()
 
     def results(kernel: bool, wide: bool) -> list[Tensor]:
         leaves = {
@@ -225,16 +228,16 @@ def check_case(case: Case, device: str) -> KernelCheck:
         return [y.detach(), *found]
 
     kernel = results(True, False)
-    ran = {name for name, count in runs().items() if count > before.get(name, 0)}
+    ran = {name for name, count in backend_runs().items() if count > before.get(name, 0)}
     eager, exact = results(False, False), results(False, True)
     names = ("output", *(f"gradient of the {name}" for name in drawn))
-    found = tuple(compare(*each) for each in zip(names, kernel, eager, exact, strict=True))
+    found = tuple(compare_tensor(*each) for each in zip(names, kernel, eager, exact, strict=True))
     return KernelCheck(case, ran.pop() if len(ran) == 1 else "reference", found)
 
 
 def _main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a kernel prints is no answer
-    # torch.empty then gives NaN; what has no deterministic form on a GPU runs all the same
+    answers, sys.stdout = sys.stdout, sys.stderr  # output of kernels must not mix with the answers
+    # makes torch.empty give NaN; functions without a deterministic form on a GPU still run
     torch.use_deterministic_algorithms(True, warn_only=True)
     for line in sys.stdin:
         task = json.loads(line)

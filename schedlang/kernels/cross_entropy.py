@@ -1,10 +1,10 @@
-"""Cross-entropy of rows of logits, and its gradient in the place of the logits.
+"""Cross-entropy statistics of rows of logits, and the gradient written over the logits.
 
-Of each row three numbers are enough for every loss that sums over tokens: the logarithm of the sum
-of exponentials, the target's logit, and the sum of all logits (for smoothed labels).  A Triton
+Three numbers of each row are enough for every loss that sums over tokens: the logarithm of the sum
+of exponentials, the target's logit, and the sum of all logits (for smoothed labels). A Triton
 kernel reads each logit once for them (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018); another one writes the gradient over the logits.  `scale` and `cap` are what models
-do to logits before the loss: cap * tanh(scale * z), or scale * z where cap is 0.
+softmax", 2018); another one overwrites the logits with their gradient. `scale` and `cap` are the
+model's transformation of logits before the loss: cap * tanh(scale * z), or scale * z if cap is 0.
 
 These are steps of other operators (kernels/linear_cross_entropy.py), not differentiable.
 """
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import launch, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import can_run_kernel, compute_dtype, launch_kernel, tl, triton
 
 _BLOCK = 4096  # logits that a program holds at a time
-_AT_ONCE = 4 * 2**20  # bytes of a copy in plain torch operations, which is as wide as float32
+_AT_ONCE = 4 * 2**20  # bytes of a copy in plain torch operations, which is in float32 at least
 
 
 def statistics(
     z: Tensor, target: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, the target's logit, the sum) of each row; no target where it is negative."""
+    """Return (log-sum-exp, the target's logit, the sum) of each row; negative targets mean none."""
     if not _fits(z):
         parts = [_statistics(z[part], target[part], scale, cap) for part in _parts(z)]
         lse, picked, total = (torch.cat(each) for each in zip(*parts))
@@ -45,7 +45,7 @@ def gradient_(
     scale: float,
     cap: float,
 ) -> Tensor:
-    """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
+    """Overwrite rows `z` with their gradient; `by` are the gradients of the three statistics."""
     if not _fits(z):
         for part in _parts(z):
             mine = by[0][part], by[1][part], by[2][part]
@@ -56,9 +56,9 @@ def gradient_(
 
 
 def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: float) -> None:
-    """One program for each row of `z`, with the numbers of its row."""
+    """Launch one program for each row of `z`, with the row's numbers."""
     block, warps = _tile(z)
-    launch(
+    launch_kernel(
         kernel,
         (z.shape[0],),
         z,
@@ -74,7 +74,7 @@ def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: f
 
 
 def _fits(z: Tensor) -> bool:
-    return runs_kernel(z, longest=None) and z.stride(1) == 1
+    return can_run_kernel(z, longest=None) and z.stride(1) == 1
 
 
 def _tile(z: Tensor) -> tuple[int, int]:
@@ -83,15 +83,15 @@ def _tile(z: Tensor) -> tuple[int, int]:
 
 
 def _parts(z: Tensor) -> list[slice]:
-    """Rows of a part each: a copy of all, wide, would be as large as the logits are."""
-    rows = max(1, _AT_ONCE // max(1, z.shape[1] * wide(z).itemsize))
+    """Return chunks of rows: a float32 copy of all would be as large as the logits."""
+    rows = max(1, _AT_ONCE // max(1, z.shape[1] * compute_dtype(z).itemsize))
     return [slice(start, start + rows) for start in range(0, max(1, z.shape[0]), rows)]
 
 
 def _statistics(
     z: Tensor, target: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value = z.to(wide(z)) * scale if scale != 1 else z.to(wide(z))
+    value = z.to(compute_dtype(z)) * scale if scale != 1 else z.to(compute_dtype(z))
     value = torch.tanh(value) * cap if cap else value
     mine = target >= 0
     picked = value.gather(1, target.clamp_min(0)[:, None])[:, 0] * mine
@@ -106,7 +106,7 @@ def _gradient(
     scale: float,
     cap: float,
 ) -> Tensor:
-    value = z.to(wide(z))  # `z` itself if it is wide enough: its place is to be written over
+    value = z.to(compute_dtype(z))  # `z` itself if it is wide enough: it is overwritten anyway
     value = value.mul_(scale) if scale != 1 else value
     slope: Tensor | float = scale
     if cap:
@@ -121,12 +121,12 @@ if triton is not None:
 
     @triton.jit
     def _curve(value):  # type: ignore[no-untyped-def]
-        """tanh, by the exponential: exact at both ends."""
+        """Return tanh, by the exponential: exact at both ends."""
         return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * value))
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _logits(z, row, start, stride, size, scale, cap, CAPPED, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """A block of one row: (where, the columns, which are there, the logits, their slopes)."""
+        """Load a block of one row: (pointers, columns, mask, logits, derivatives)."""
         column = start + tl.arange(0, BLOCK)
         inside = column < size
         place = z + row * stride + column
@@ -188,7 +188,7 @@ if triton is not None:
         CAPPED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Write the gradient of one row over it."""
+        """Overwrite one row with its gradient."""
         row = tl.program_id(0).to(tl.int64)
         wanted = tl.load(target + row)
         level = tl.load(lse + row)

@@ -1,8 +1,8 @@
-"""Attention by torch's FlexAttention (Dong et al., 2024), beside its reference in plain products.
+"""Attention by torch's FlexAttention (Dong et al., 2024), and its reference by plain products.
 
 Masks, soft caps, sinks and biases become functions of one score, which are compiled into the
-kernel.  It runs on a GPU, in float32 and below: there is no backward on a CPU, and none in float64.
-Elsewhere the reference is computed, as eager attention does.
+kernel. It runs on a GPU, in float32 and below: there is no backward on a CPU, and none in float64.
+Otherwise the reference is computed, as in eager attention.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedlang.kernels import check
-from schedlang.kernels.device import note, on_gpu, triton
+from schedlang.kernels.kernel_device import count_run, on_gpu, triton
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScoreRule:
     """Transformations of scores: times `scale` (None: 1 / sqrt(head size)), capped, masked.
 
-    cap * tanh(score / cap) where `cap` is not 0; `causal` counts from the first key and query.
+    cap * tanh(score / cap) if `cap` is not 0; `causal` is aligned at the first key and query.
     """
 
     scale: float | None = None
@@ -34,44 +34,44 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Query:
-    """One call of an attention: q, k and v [rows, heads, length, size], and what is done to scores.
+class AttentionCall:
+    """One call of an attention: q, k and v [rows, heads, length, size], and changes of the scores.
 
     Keys and values may have fewer heads than queries.
-
-    mask     [rows or 1, heads or 1, queries, keys]: True where a key is seen, or added to scores
+    mask     [rows or 1, heads or 1, queries, keys]: True for visible keys, or added to scores
     bias     added to scores, [rows or 1, heads, queries, keys]
-    sinks    a score for each head that takes weight and gives no value
-    dropout  of the weights; the reference alone drops them
+    sinks    a score for each head that takes weight and has no value
+    dropout  of the weights; only the reference supports it
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    rule: Rule
+    rule: ScoreRule
     mask: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
 
 
-def flex_attention(query: Query) -> Tensor:
-    """Compute an attention by FlexAttention where it can, else by plain products."""
+def flex_attention(query: AttentionCall) -> Tensor:
+    """Compute an attention by FlexAttention if possible, else by plain products."""
     if not runs_flex(query.q):
-        note("reference")
+        count_run("reference")
         return reference(query)
-    note("torch")
+    count_run("torch")
     return _flex(query)
 
 
 def runs_flex(q: Tensor) -> bool:
-    """Tell whether FlexAttention has a kernel, forward and backward, for such a tensor here."""
+    """Return whether FlexAttention has a kernel, forward and backward, for such a tensor here."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     return on_gpu(q) and triton is not None and q.dtype in kinds
 
 
-def reference(query: Query) -> Tensor:
-    """The same by plain products, the softmax in float32 at least; weights may be dropped."""
+def reference(query: AttentionCall) -> Tensor:
+    """Compute the attention by plain products, with the softmax in float32 at least, and
+    dropout."""
     q, k, v, rule, mask = query.q, query.k, query.v, query.rule, query.mask
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -93,7 +93,7 @@ def reference(query: Query) -> Tensor:
 
 
 def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Softmax; a query that sees no key gives weight to none."""
+    """Return the softmax; a query that sees no key has zero weights."""
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
@@ -103,7 +103,7 @@ def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tenso
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
-def _flex(asked: Query) -> Tensor:
+def _flex(asked: AttentionCall) -> Tensor:
     q, k, rule, mask, bias = asked.q, asked.k, asked.rule, asked.mask, asked.bias
     added = mask if mask is not None and mask.dtype != torch.bool else None
 
@@ -118,7 +118,7 @@ def _flex(asked: Query) -> Tensor:
         return value
 
     plain = not rule.cap and bias is None and added is None
-    out, lse = compiled()(
+    out, lse = compiled_flex()(
         q,
         k,
         asked.v,
@@ -130,22 +130,22 @@ def _flex(asked: Query) -> Tensor:
     )
     if asked.sinks is None:
         return out  # type: ignore[no-any-return]
-    # weights that the sinks take: exp(lse) / (exp(lse) + exp(sink)) is left for the keys
-    left = torch.sigmoid(lse - asked.sinks.to(lse.dtype).view(1, -1, 1))
-    return (out * left.unsqueeze(-1)).to(q.dtype)  # type: ignore[no-any-return]
+    # the sinks take weight: exp(lse) / (exp(lse) + exp(sink)) remains for the keys
+    remaining = torch.sigmoid(lse - asked.sinks.to(lse.dtype).view(1, -1, 1))
+    return (out * remaining.unsqueeze(-1)).to(q.dtype)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def compiled() -> Callable[..., Any]:
-    """torch's function, compiled once: as it is it would write all scores."""
+def compiled_flex() -> Callable[..., Any]:
+    """Return torch's function, compiled once: uncompiled it would write all scores."""
     from torch.nn.attention.flex_attention import flex_attention as flex
 
     made: Callable[..., Any] = torch.compile(flex)
     return made
 
 
-def _blocks(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Any:
-    """Return the blocks of scores that are computed: those in which some query sees a key."""
+def _blocks(q: Tensor, k: Tensor, rule: ScoreRule, mask: Tensor | None) -> Any:
+    """Return the blocks of scores to compute: those in which some query sees a key."""
     lengths = (q.shape[2], k.shape[2])
     if mask is None:
         return _causal_blocks(lengths, q.device) if rule.causal else None
@@ -173,7 +173,7 @@ def _mask_blocks(mask: Tensor, lengths: tuple[int, int], causal: bool) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     known = mask
-    if mask.dtype != torch.bool:  # of a query that sees nothing all scores are as low
+    if mask.dtype != torch.bool:  # if a query sees no key, all its scores are equally low
         known = mask > torch.finfo(mask.dtype).min / 2
         known = known | ~known.any(-1, keepdim=True)
     rows, heads = known.shape[:2]
@@ -189,7 +189,7 @@ def _mask_blocks(mask: Tensor, lengths: tuple[int, int], causal: bool) -> Any:
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One attention to run: [rows, heads, length, size], of the type, in the form of a model."""
+    """A test case of an attention: `shape` is [rows, heads, length, size]."""
 
     kernel: ClassVar[str] = "flex_attention"
     dtype: str = "bfloat16"
@@ -199,7 +199,7 @@ class Case(check.Case):
     padded: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         rows, _, length, size = self.shape
         few = (rows, self.keys, length, size)
         found = {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
@@ -213,7 +213,7 @@ class Case(check.Case):
             mask = torch.ones(self.shape[0], 1, length, length, dtype=torch.bool).tril()
             mask[0, :, 1:, 0] = False
             mask = mask.to(q.device)
-        rule = Rule(cap=self.cap, causal=not self.padded)
+        rule = ScoreRule(cap=self.cap, causal=not self.padded)
         call = flex_attention if kernel else reference
-        query = Query(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
+        query = AttentionCall(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
         return call(query)

@@ -1,10 +1,10 @@
 """The middle of a gated MLP, act(gate) * up: one Triton kernel forward and one backward.
 
 Shazeer, "GLU variants improve Transformer" (2020): SwiGLU with SiLU, GeGLU with GELU, by its error
-function or by tanh; "relu2" is the square of ReLU (So et al., "Primer", 2021).  Only gate and up
-are kept for backward; the activation is computed again.  The two may lie side by side in one
-tensor, as a packed projection gives them: its gradient is then one tensor too.  The activation is
-rounded to the type of its input, and so is the product, as eager does.
+function or by tanh; "relu2" is the square of ReLU (So et al., "Primer", 2021). Only gate and up are
+saved for backward, which recomputes the activation. Both may be halves of one tensor, as a packed
+projection returns them: its gradient is then one tensor too. The activation is rounded to the dtype
+of its input, and so is the product, as in eager mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, launch, matrix, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import (
+    as_rows,
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_kernel,
+    tl,
+    triton,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -40,8 +48,8 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _BLOCK = 1024
 
 
-def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """act(gate) * up, of two tensors of one shape and type; `act` is one of ACTIVATIONS.
+def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """Return act(gate) * up, of two tensors of one shape and dtype; `act` is one of ACTIVATIONS.
 
     Differentiable once, in both.
     """
@@ -49,19 +57,20 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return y
 
 
-def packed(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
-    """The same of one tensor that holds gate and up side by side in its last dim, or up first."""
+def packed_gated_product(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
+    """Return act(gate) * up for a tensor with gate and up (or up first) as halves of its last
+    dim."""
     y: Tensor = gated_forward(both, None, act, int(gate_first))
     return y
 
 
 def reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """The same in plain torch operations."""
+    """Compute `gated_product` by plain torch operations."""
     return ACTIVATIONS[act](gate) * up
 
 
 def _reference_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    kind = wide(gate, up)
+    kind = compute_dtype(gate, up)
     value, grad = gate.to(kind), dy.to(kind)
     by_up = grad * ACTIVATIONS[act](value).to(gate.dtype).to(kind)
     return BACKWARD[act](grad * up.to(kind), value).to(gate.dtype), by_up.to(up.dtype)
@@ -71,7 +80,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def activation(value, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The activation and its derivative."""
+        """Return the activation and its derivative."""
         if ACT == "silu":
             gate = 1.0 / (1.0 + tl.exp(-value))
             result = value * gate
@@ -98,8 +107,8 @@ if triton is not None:
         return result, slope
 
     @triton.jit
-    def _block(gate, up, size, gate_stride, up_stride, ACT, BLOCK):  # type: ignore[no-untyped-def]
-        """A block of one row: (row, columns, which are there, up, act(gate) rounded, its slope)."""
+    def _load_block(gate, up, size, gate_stride, up_stride, ACT, BLOCK):  # type: ignore[no-untyped-def]
+        """Load a block of one row: (row, columns, mask, up, act(gate) rounded, its derivative)."""
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
@@ -112,8 +121,8 @@ if triton is not None:
     def forward_kernel(  # type: ignore[no-untyped-def]
         gate, up, y, size, gate_stride, up_stride, ACT: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Write a block of one row."""
-        row, column, inside, right, value, _ = _block(
+        """Write a block of one row of the product."""
+        row, column, inside, right, value, _ = _load_block(
             gate, up, size, gate_stride, up_stride, ACT, BLOCK
         )
         result = (value * right).to(y.dtype.element_ty)
@@ -136,7 +145,7 @@ if triton is not None:
         BLOCK: tl.constexpr,
     ):
         """Write a block of one row of both gradients."""
-        row, column, inside, right, value, slope = _block(
+        row, column, inside, right, value, slope = _load_block(
             gate, up, size, gate_stride, up_stride, ACT, BLOCK
         )
         grad = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -147,28 +156,28 @@ if triton is not None:
 
 
 def tile(size: int) -> tuple[int, int]:
-    """(elements of a block, warps) for rows of `size` elements."""
+    """Return (elements of a block, warps) for rows of `size` elements."""
     block = min(_BLOCK, 1 << max(size - 1, 0).bit_length())
     return block, max(1, min(4, block // 256))
 
 
 def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) -> None:
-    """One launch over all rows; `tensors` are matrices whose rows have one size."""
+    """Launch a kernel once for all rows; `tensors` are matrices with rows of one size."""
     rows, size = tensors[0].shape
     block, warps = tile(size)
     grid = (rows, triton.cdiv(size, block))
-    launch(kernel, grid, *tensors, size, *strides, ACT=act, BLOCK=block, warps=warps)
-    count(True)
+    launch_kernel(kernel, grid, *tensors, size, *strides, ACT=act, BLOCK=block, warps=warps)
+    count_kernel_run(True)
 
 
 def _flat(place: Tensor) -> Tensor:
-    """View a tensor as rows without a copy: it is to be written."""
+    """View a tensor as rows without a copy, in order to write it."""
     size = place.shape[-1]
     return place.view(-1, size) if place.is_contiguous() else place.flatten(0, -2)
 
 
 def _pair(first: Tensor, second: Tensor | None, gate_first: int) -> tuple[Tensor, Tensor]:
-    """(gate, up), of two tensors or of the halves of one."""
+    """Return (gate, up), from two tensors or from the halves of one."""
     if second is not None:
         return first, second
     left, right = first.chunk(2, -1)
@@ -177,12 +186,12 @@ def _pair(first: Tensor, second: Tensor | None, gate_first: int) -> tuple[Tensor
 
 @torch.library.custom_op("schedlang::gated_forward", mutates_args=())
 def gated_forward(first: Tensor, second: Tensor | None, act: str, gate_first: int) -> Tensor:
-    """act(gate) * up, contiguous; both are halves of the last dim of `first` without `second`."""
+    """Return act(gate) * up, contiguous; without `second` both are halves of `first`'s last dim."""
     gate, up = _pair(first, second, gate_first)
-    if not runs_kernel(gate, up, longest=None):
-        count(False)
+    if not can_run_kernel(gate, up, longest=None):
+        count_kernel_run(False)
         return reference(gate, up, act).contiguous()
-    left, right = matrix(gate), matrix(up)
+    left, right = as_rows(gate), as_rows(up)
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     _launch(forward_kernel, act, [left, right, y], [left.stride(0), right.stride(0)])
     return y
@@ -192,23 +201,25 @@ def gated_forward(first: Tensor, second: Tensor | None, act: str, gate_first: in
 def gated_backward(
     dy: Tensor, first: Tensor, second: Tensor | None, act: str, gate_first: int
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of first, gradient of second), contiguous, in their types; the second empty where
-    there is none."""
+    """Return the gradients of `first` and `second`, contiguous, in their dtypes.
+
+    The second is empty if there is no `second`.
+    """
     dfirst, dsecond = _gradients(first, second)
     gate, up = _pair(first, second, gate_first)
     dgate, dup = _pair(dfirst, None if second is None else dsecond, gate_first)
-    if not runs_kernel(gate, up, dy, longest=None):
-        count(False)
+    if not can_run_kernel(gate, up, dy, longest=None):
+        count_kernel_run(False)
         for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
             place.copy_(made)
         return dfirst, dsecond
-    tensors = [matrix(dy), matrix(gate), matrix(up), *(_flat(t) for t in (dgate, dup))]
+    tensors = [as_rows(dy), as_rows(gate), as_rows(up), *(_flat(t) for t in (dgate, dup))]
     _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
     return dfirst, dsecond
 
 
 def _gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Memory for them."""
+    """Allocate both gradients."""
     dsecond = first.new_empty(0) if second is None else second.new_empty(second.shape)
     return first.new_empty(first.shape), dsecond
 
@@ -240,15 +251,15 @@ gated_forward.register_autograd(_differentiate, setup_context=_save)
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One gated product to run: `shape` is that of gate and of up."""
+    """A test case of a gated product: `shape` is that of gate and of up."""
 
     kernel: ClassVar[str] = "gated"
     act: str = "silu"
-    pack: str = ""  # "gate first" or "up first": in one tensor
+    pack: str = ""  # "gate first" or "up first": halves of one tensor
     scale: float = 1.0
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         if self.pack:
             return {"input": normal(*self.shape[:-1], 2 * self.shape[-1]) * self.scale}
         return {"gate": normal(*self.shape) * self.scale, "up": normal(*self.shape)}
@@ -256,7 +267,7 @@ class Case(check.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         if self.pack and kernel:
-            return packed(given["input"], self.act, self.pack == "gate first")
+            return packed_gated_product(given["input"], self.act, self.pack == "gate first")
         first, second = given["input" if self.pack else "gate"], given.get("up")
         pair = _pair(first, second, self.pack == "gate first")
-        return (gated if kernel else reference)(*pair, self.act)
+        return (gated_product if kernel else reference)(*pair, self.act)

@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of each one's group: no padding, no row dropped, one launch.
+"""Grouped matrix products: each row times its group's matrix, without padding or dropped rows.
 
-Rows are sorted by group; `ends` says where each group's rows end, as torch's grouped matrix product
-takes them.  On bfloat16 that product is used, whose groups are as long as they are (Gale et al.,
-"MegaBlocks", 2022; Tan et al., "ScatterMoE", 2024); else groups are multiplied one after another.
+Rows are sorted by group; `ends` are the ends of the groups' rows, as in torch's grouped matrix
+product. For bfloat16 torch's product is used, in one launch for groups of any length (Gale et al.,
+"MegaBlocks", 2022; Tan et al., "ScatterMoE", 2024); otherwise groups are multiplied one by one.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from schedlang.kernels import check
-from schedlang.kernels.device import capability, note, on_gpu
-from schedlang.kernels.halves import asked
+from schedlang.kernels.backward_halves import needed_gradients
+from schedlang.kernels.kernel_device import capability, count_run, on_gpu
 
-_ALIGNED = 16  # bytes at which the rows of a matrix begin that torch's product takes
+_ALIGNED = 16  # alignment in bytes of a matrix's rows that torch's product requires
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
-    """The rows [rows, in] of `x` times `weight` [groups, in, out]; differentiable once, in both.
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
+    """Return the rows of `x` [rows, in] times `weight` [groups, in, out]; differentiable once, in
+    both.
 
-    `ends` are int32, one for each group, the last the number of rows.  `across`: the weight lies
-    as [groups, out, in], as those of linear layers do.
+    `ends` are int32, one for each group, the last the number of rows. `across`: the weight is
+    [groups, out, in], as in linear layers.
     """
     y: Tensor = grouped_forward(x, weight, ends, int(across))
     return y
 
 
 def reference(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
-    """The same in plain products, one for each group that has rows."""
+    """Compute the same by plain products, one for each group that has rows."""
     matrix = weight.mT if across else weight
     parts = [x[rows] @ matrix[group] for group, rows in _spans(ends)]
     return torch.cat(parts) if parts else x.new_empty(0, matrix.shape[2])
 
 
 def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Every group that has rows, and which."""
+    """Yield every group that has rows, and its rows."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -62,7 +63,7 @@ def _reference_backward(
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Tell whether torch's product takes these: bfloat16, on a GPU that has it, aligned sizes."""
+    """Return whether torch's product supports these: bfloat16, a GPU that has it, aligned sizes."""
     first = tensors[0]
     if on_gpu(first) and capability(first) < (8, 0):
         return False
@@ -74,12 +75,12 @@ def _fits(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("schedlang::grouped_forward", mutates_args=())
 def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Tensor:
-    """The products, [rows, out]."""
+    """Return the products, [rows, out]."""
     x, weight = x.contiguous(), weight.contiguous()
     if not _fits(x, weight):
-        note("reference")
+        count_run("reference")
         return reference(x, weight, ends, bool(across))
-    note("torch")
+    count_run("torch")
     return torch._grouped_mm(x, weight.mT if across else weight, ends).contiguous()
 
 
@@ -87,20 +88,20 @@ def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Ten
 def grouped_backward(
     dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, gradient of weight), contiguous; not written where they are not asked for."""
+    """Return the gradients of x and weight, contiguous; undefined values where not needed."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     if not _fits(dy, x, weight):
-        note("reference")
+        count_run("reference")
         return _reference_backward(dy, x, weight, ends, bool(across), for_x, for_weight)
-    note("torch")
+    count_run("torch")
     left, right = (dy, x) if across else (x, dy)
     dx = torch._grouped_mm(dy, weight if across else weight.mT, ends) if for_x else x
     dweight = torch._grouped_mm(left.mT, right, ends) if for_weight else weight
-    return _own(dx, x), _own(dweight, weight)
+    return _contiguous_or_empty(dx, x), _contiguous_or_empty(dweight, weight)
 
 
-def _own(made: Tensor, given: Tensor) -> Tensor:
-    """A gradient, contiguous; something of its shape for one that was not asked for."""
+def _contiguous_or_empty(made: Tensor, given: Tensor) -> Tensor:
+    """Return a gradient, contiguous; an empty tensor of its shape if it was not needed."""
     return torch.empty_like(given) if made is given else made.contiguous()
 
 
@@ -120,7 +121,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needed = asked(ctx, 2)
+    needed = needed_gradients(ctx, 2)
     found = grouped_backward(dy, *ctx.saved_tensors, ctx.across, *needed)
     return *(grad if need else None for grad, need in zip(found, needed)), None, None
 
@@ -130,7 +131,7 @@ grouped_forward.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.schedlang.grouped_forward)
 def _flop(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """Two for each row and element of its matrix."""
+    """Return two operations for each row and element of its matrix."""
     return int(2 * x[0] * weight[1] * weight[2])
 
 
@@ -141,7 +142,7 @@ def _flop_backward(dy: Any, x: Any, weight: Any, *more: Any, **__: Any) -> int:
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One product to run: the shape of the rows, the type, the groups' sizes drawn, one empty."""
+    """A test case of a grouped product: shape of the rows, dtype, random group sizes, one empty."""
 
     kernel: ClassVar[str] = "grouped"
     dtype: str = "bfloat16"
@@ -150,7 +151,7 @@ class Case(check.Case):
     across: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         width = self.shape[-1]
         sizes = (self.out, width) if self.across else (width, self.out)
         weight = normal(self.groups, *sizes) / width**0.5
@@ -166,5 +167,5 @@ class Case(check.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the product, or its reference."""
         ends = self.ends().to(given["input"].device)
-        call = grouped if kernel else reference
+        call = grouped_product if kernel else reference
         return call(given["input"], given["weight"], ends, self.across)

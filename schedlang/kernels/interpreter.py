@@ -1,9 +1,9 @@
-"""Make bfloat16 honest in Triton's interpreter: compute in float32 and round to nearest even.
+"""Make bfloat16 correct in Triton's interpreter: compute in float32 and round to nearest even.
 
-The interpreter keeps a bfloat16 as a uint16 and computes on the bit patterns: sums and products are
-silently wrong, and a cast from float32 truncates.  Triton's own words are that bfloat16 is not
-supported there.  `install` wraps the few methods through which every such value passes, and lets
-triton 3.6 count loops under NumPy 2.4.  This is the one file that touches
+The interpreter stores a bfloat16 as a uint16 and computes on the bit patterns: sums and products
+are silently wrong, and a cast from float32 truncates. Triton documents that bfloat16 is not
+supported there. `patch_interpreter` wraps the few methods through which every such value passes,
+and makes loop counts of triton 3.6 work with NumPy 2.4. Only this file patches
 `triton.runtime.interpreter`; it is written for triton 3.6 and 3.7, and has been run with both.
 """
 
@@ -18,21 +18,22 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-def widen(bits: Array) -> Array:
-    """The float32 values of bfloat16 bit patterns (uint16); exact."""
+def bfloat16_to_float32(bits: Array) -> Array:
+    """Return the float32 values of bfloat16 bit patterns (uint16); exact."""
     wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
     return wide
 
 
-def narrow(values: Array) -> Array:
-    """The bfloat16 bit patterns (uint16) nearest to float32 values, ties to even, NaN kept."""
+def float32_to_bfloat16(values: Array) -> Array:
+    """Return the bfloat16 bit patterns (uint16) nearest to float32 values, ties to even, NaN
+    kept."""
     plain = np.asarray(values, np.float32)  # ascontiguousarray would turn a scalar into a vector
     bits = plain.copy().view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(plain), np.uint16(0x7FC0), rounded)
 
 
-def install() -> None:
+def patch_interpreter() -> None:
     """Patch the interpreter of this process, once; a second call does nothing."""
     from triton.runtime import interpreter
 
@@ -54,17 +55,16 @@ def install() -> None:
     builder.cast_impl = _rounding_cast(builder.cast_impl)
     builder.create_fp_to_fp = _rounding_convert(builder.create_fp_to_fp, builder.cast_impl)
     if not hasattr(builder, "get_bf16"):
-        builder.get_bf16 = _constant
+        builder.get_bf16 = _bfloat16_constant
     interpreter.ReduceOps.sum = _widened_sum(interpreter.ReduceOps.sum)
     interpreter.ReduceOps.min_max = _widened_min_max(interpreter.ReduceOps.min_max)
     interpreter._patch_lang_tensor = _indexed(interpreter._patch_lang_tensor)
 
 
 def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Scalars, which the interpreter holds as arrays of one number, may be the end of a `range`.
+    """Let scalars, which the interpreter stores as arrays of one number, be the end of a `range`.
 
-    NumPy 2.4 turns arrays into integers only where they have no dim; triton 3.6 knows of none,
-    3.7 squeezes them just so.
+    NumPy 2.4 converts only 0-dim arrays to integers; triton 3.6 does not handle this, 3.7 squeezes.
     """
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -87,51 +87,55 @@ def _is_bfloat16(handle: Any) -> bool:
     return bool(scalar == tl.bfloat16)
 
 
-def _up(handle: Any) -> Any:
+def _to_float32(handle: Any) -> Any:
     import triton.language as tl
 
-    return _handle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+    return _handle(bfloat16_to_float32(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
-def _down(handle: Any) -> Any:
-    """Back to bfloat16; what is not a float (the result of a comparison) keeps its data."""
+def _to_bfloat16(handle: Any) -> Any:
+    """Convert back to bfloat16; data that is no float (the result of a comparison) stays."""
     import triton.language as tl
 
     if handle.data.dtype != np.float32:
         return _handle(handle.data, tl.bfloat16)
-    return _handle(narrow(handle.data), tl.bfloat16)
+    return _handle(float32_to_bfloat16(handle.data), tl.bfloat16)
 
 
-def _constant(self: Any, value: float) -> Any:
+def _bfloat16_constant(self: Any, value: float) -> Any:
     import triton.language as tl
 
-    return _handle(narrow(np.array([value], np.float32)), tl.bfloat16)
+    return _handle(float32_to_bfloat16(np.array([value], np.float32)), tl.bfloat16)
 
 
 def _widened(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
-    """An operation whose first `operands` arguments are values."""
+    """Wrap an operation whose first `operands` arguments are values."""
 
     def operate(self: Any, *args: Any) -> Any:
         if not any(_is_bfloat16(arg) for arg in args[:operands]):
             return original(self, *args)
-        return _down(original(self, *(_up(arg) for arg in args[:operands]), *args[operands:]))
+        return _to_bfloat16(
+            original(self, *(_to_float32(arg) for arg in args[:operands]), *args[operands:])
+        )
 
     return operate
 
 
 def _widened_select(original: Callable[..., Any]) -> Callable[..., Any]:
     def select(self: Any, left: Any, right: Any, other: Any, operation: Any) -> Any:
-        # `where` moves bit patterns and is right as it is; `clip` compares values
+        # `where` moves bit patterns, which is correct; `clip` compares values
         if operation is np.where or not _is_bfloat16(other):
             return original(self, left, right, other, operation)
-        return _down(original(self, _up(left), _up(right), _up(other), operation))
+        return _to_bfloat16(
+            original(self, _to_float32(left), _to_float32(right), _to_float32(other), operation)
+        )
 
     return select
 
 
 def _widened_product(original: Callable[..., Any]) -> Callable[..., Any]:
     def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        return original(self, _up(left), _up(right), *rest)
+        return original(self, _to_float32(left), _to_float32(right), *rest)
 
     return dot
 
@@ -143,9 +147,9 @@ def _rounding_cast(original: Callable[..., Any]) -> Callable[..., Any]:
         here, there = source.dtype.scalar, target.scalar
         if here == there:
             return original(self, source, target)
-        source = _up(source)
+        source = _to_float32(source)
         if there == tl.bfloat16:
-            return _handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+            return _handle(float32_to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
         return source if source.dtype.scalar == there else original(self, source, target)
 
     return cast
@@ -168,8 +172,10 @@ def _widened_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     def total(self: Any, value: Any) -> Any:
         if value.dtype.scalar != tl.bfloat16:
             return original(self, value)
-        wide = widen(value.handle.data)
-        return self.to_tensor(narrow(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16)
+        wide = bfloat16_to_float32(value.handle.data)
+        return self.to_tensor(
+            float32_to_bfloat16(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16
+        )
 
     return total
 
@@ -181,11 +187,11 @@ def _widened_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
         first = value[0] if isinstance(value, tuple) else value
         if first.dtype.scalar != tl.bfloat16:
             return original(self, value, *rest, **named)
-        wide = self.to_tensor(widen(first.handle.data), tl.float32)
+        wide = self.to_tensor(bfloat16_to_float32(first.handle.data), tl.float32)
         found = original(self, wide, *rest, **named)
         pair = found if isinstance(found, tuple) else (found,)
         back = tuple(
-            self.to_tensor(narrow(each.handle.data), tl.bfloat16)
+            self.to_tensor(float32_to_bfloat16(each.handle.data), tl.bfloat16)
             if each.dtype.scalar == tl.float32
             else each
             for each in pair

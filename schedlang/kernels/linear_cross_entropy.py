@@ -1,17 +1,17 @@
-"""A linear layer and the cross-entropy of its results, without eager's three tensors of logits.
+"""A linear layer and the cross-entropy of its logits, without eager mode's three tensors of logits.
 
-Chunk by chunk: the rows of logits exist for one chunk of tokens at a time, twice: in forward for
-their statistics (kernels/cross_entropy.py), in backward again, to be overwritten by their own
-gradient.  After Wijmans et al., "Cut your losses in large-vocabulary language models" (2025),
-without their filtering: nothing is left out.  Where the loss is a sum over tokens whose weights are
-known, `weighed` makes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit
+In chunks: the logits of one chunk of tokens exist at a time, and are computed twice: in forward for
+their statistics (kernels/cross_entropy.py), and in backward, where their gradient overwrites them.
+After Wijmans et al., "Cut your losses in large-vocabulary language models" (2025), without their
+filtering: no gradient is dropped. If the loss is a sum over tokens with known weights,
+`weighted_loss` computes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit
 once.
 
-Held: the logits are made once and kept for backward, which writes their gradient over them.  Every
-product is whole: faster than chunks where there is room.  The tensor belongs to the two operators
-alone.  A backward that keeps the graph writes over a copy.
+Held: the logits are computed once and saved for backward, where their gradient overwrites them.
+Every product is over all tokens: faster than chunks if there is memory. Only the two operators use
+this tensor. A backward that keeps the graph writes into a copy.
 
-The gradient of the weight adds up in float32 at least.
+The gradient of the weight is accumulated in float32 at least.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import check
+from schedlang.kernels.backward_halves import needed_gradients
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
-from schedlang.kernels.device import count, runs_kernel, wide
-from schedlang.kernels.halves import asked
+from schedlang.kernels.kernel_device import can_run_kernel, compute_dtype, count_kernel_run
 
-LARGEST = 256 * 2**20  # bytes of a chunk of logits, where nothing else is said
-PARTS = 16  # and of how many chunks the logits are then
+CHUNK_BYTES = 256 * 2**20  # bytes of a chunk of logits, by default
+CHUNK_COUNT = 16  # number of chunks, by default
 
 
 @dataclass(frozen=True)
 class Form:
-    """Scale and cap of logits before the loss, and the bytes of logits that a chunk may have.
+    """Scale and cap of logits before the loss, and the bytes of logits per chunk.
 
-    The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.  `held`: all of them are
-    made at once, and kept for backward.
+    The logits are cap * tanh(scale * z), or scale * z if `cap` is 0. `held`: all of them are
+    computed at once, and saved for backward.
     """
 
     scale: float = 1.0
@@ -50,10 +50,10 @@ class Form:
     def chunks(self, x: Tensor, weight: Tensor) -> tuple[float, float, int]:
         """Return (scale, cap, tokens of a chunk) for operators.
 
-        A chunk is a sixteenth of all tokens, at most 256 MiB of logits, if no budget is given.
+        Without a budget, a chunk is a sixteenth of all tokens, at most 256 MiB of logits.
         """
         tokens, size = x.shape[0], max(weight.shape[0], 1) * x.dtype.itemsize
-        budget = self.budget or min(LARGEST, size * -(-tokens // PARTS))
+        budget = self.budget or min(CHUNK_BYTES, size * -(-tokens // CHUNK_COUNT))
         return self.scale, self.cap, max(1, min(tokens, budget // size))
 
 
@@ -62,8 +62,8 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-sum-exp, the target's logit, the sum) of each row of logits of `x` [tokens, in].
 
-    In float32 at least; no target where `target` is negative.  Differentiable once, in `x`,
-    `weight` and `bias`.
+    In float32 at least; a negative `target` means no target. Differentiable once, in `x`, `weight`
+    and `bias`.
     """
     if form.held:
         found = held_forward(x, weight, bias, target, form.scale, form.cap)[:3]
@@ -73,7 +73,7 @@ def statistics(
     return lse, picked, total
 
 
-def weighed(
+def weighted_loss(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -82,10 +82,10 @@ def weighed(
     smoothing: float,
     form: Form,
 ) -> Tensor:
-    """Sum over tokens of `by` times their cross-entropy, with labels smoothed, in chunks; a scalar.
+    """Return the sum over tokens of `by` times their cross-entropy with smoothed labels, in chunks.
 
-    `by` [tokens] is a constant.  Differentiable once, in `x`, `weight` and `bias`, by a gradient
-    that is known up to one factor: it is made in forward.
+    `by` [tokens] is a constant. Differentiable once, in `x`, `weight` and `bias`; the gradients, up
+    to one factor, are computed in forward.
     """
     needed = [t is not None and t.requires_grad for t in (x, weight, bias)]
     more = (*form.chunks(x, weight), needed[0], needed[1] or needed[2])
@@ -102,8 +102,8 @@ def reference(
     smoothing: float,
     form: Form,
 ) -> Tensor:
-    """`weighed` in plain torch operations, all logits at once."""
-    z = F.linear(x, weight, bias).to(wide(x, weight)) * form.scale
+    """Compute `weighted_loss` by plain torch operations, all logits at once."""
+    z = F.linear(x, weight, bias).to(compute_dtype(x, weight)) * form.scale
     z = torch.tanh(z) * form.cap if form.cap else z
     picked = z.gather(1, target.clamp_min(0)[:, None])[:, 0]
     loss = z.logsumexp(1) - (1 - smoothing) * picked - smoothing * z.mean(1)
@@ -114,11 +114,11 @@ def _chunks(tokens: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
-class Sums:
-    """The gradients of one operator, added up chunk by chunk."""
+class GradientSums:
+    """The gradients of one operator, accumulated chunk by chunk."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool):
-        kind = wide(weight)
+        kind = compute_dtype(weight)
         self.x, self.weight = x, weight
         self.dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
         self.dweight = weight.new_zeros(weight.shape if own else (0,), dtype=kind)
@@ -128,7 +128,7 @@ class Sums:
         self.inputs, self.own = inputs, own
 
     def add(self, part: slice, grad: Tensor) -> None:
-        """The part of one chunk, from the gradient of its logits."""
+        """Add the gradients of one chunk, from the gradient of its logits."""
         if self.inputs:
             torch.mm(grad, self.weight, out=self.dx[part])
         if self.own and grad.dtype == self.dweight.dtype:
@@ -139,7 +139,7 @@ class Sums:
             self.dbias += grad.sum(0, dtype=self.dbias.dtype)
 
     def results(self, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients in the dtypes of what they are gradients of."""
+        """Return the gradients in the dtypes of their tensors."""
         kind = self.weight.dtype if bias is None else bias.dtype
         return self.dx, self.dweight.to(self.weight.dtype), self.dbias.to(kind)
 
@@ -154,14 +154,14 @@ def linear_statistics_forward(
     cap: float,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three statistics of each row, `rows` of them at a time."""
-    kind = wide(x, weight)
+    """Return the three statistics of each row, computed for `rows` rows at a time."""
+    kind = compute_dtype(x, weight)
     lse, picked, total = (torch.empty(len(x), dtype=kind, device=x.device) for _ in range(3))
-    count(runs_kernel(x, weight, longest=None))
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         lse[part], picked[part], total[part] = row_statistics(z, target[part], scale, cap)
-        del z  # before the next chunk is made
+        del z  # before the next chunk is computed
     return lse, picked, total
 
 
@@ -181,14 +181,14 @@ def linear_statistics_backward(
     inputs: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of x, of weight, of bias); empty where they are not asked for."""
-    sums = Sums(x, weight, bias, inputs, own)
-    count(runs_kernel(x, weight, longest=None))
+    """Return the gradients of x, weight and bias; empty if not needed."""
+    sums = GradientSums(x, weight, bias, inputs, own)
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         by = by_lse[part], by_picked[part], by_total[part]
         sums.add(part, gradient_(z, target[part], lse[part], by, scale, cap))
-        del z  # before the next chunk is made
+        del z  # before the next chunk is computed
     return sums.results(bias)
 
 
@@ -206,35 +206,35 @@ def linear_weighed(
     inputs: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, gradients of x, of weight and of bias), each chunk of logits made once."""
+    """Return (loss, gradients of x, weight and bias); each chunk of logits is computed once."""
     classes = weight.shape[0]
-    sums = Sums(x, weight, bias, inputs, own)
-    kind = wide(x, weight)
+    sums = GradientSums(x, weight, bias, inputs, own)
+    kind = compute_dtype(x, weight)
     loss = torch.zeros((), dtype=kind, device=x.device)
-    count(runs_kernel(x, weight, longest=None))
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
         lse, picked, total = row_statistics(z, target[part], scale, cap)
         factor = by[part].to(kind)
         each = lse - (1 - smoothing) * picked - smoothing / classes * total
-        loss += torch.where(factor != 0, each * factor, 0.0).sum()  # no NaN of an ignored token
+        loss += torch.where(factor != 0, each * factor, 0.0).sum()  # no NaN from an ignored token
         if inputs or own:
             grads = factor, (smoothing - 1) * factor, -smoothing / classes * factor
             sums.add(part, gradient_(z, target[part], lse, grads, scale, cap))
-        del z  # before the next chunk is made
+        del z  # before the next chunk is computed
     return loss, *sums.results(bias)
 
 
 @linear_statistics_forward.register_fake
 def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    found = x.new_empty(x.shape[:1], dtype=wide(x, weight))
+    found = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
     return found, torch.empty_like(found), torch.empty_like(found)
 
 
 def _fake_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors of the shapes and types of `Sums.results`."""
+    """Return empty tensors with the shapes and dtypes of `Sums.results`."""
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if own else (0,))
     return (
         x.new_empty(x.shape if inputs else (0,)),
@@ -250,7 +250,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tens
 
 @linear_weighed.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    loss = x.new_empty((), dtype=wide(x, weight))
+    loss = x.new_empty((), dtype=compute_dtype(x, weight))
     return loss, *_fake_gradients(x, weight, bias, *given[-2:])
 
 
@@ -258,8 +258,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tens
 def held_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three statistics of each row, and the logits, for backward alone."""
-    count(runs_kernel(x, weight, longest=None))
+    """Return the three statistics of each row, and the logits, which only backward uses."""
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
     z = F.linear(x, weight, bias)
     found = row_statistics(z, target, scale, cap)
     lse, picked, total = (each.clone() for each in found)  # no views of one tensor
@@ -282,9 +282,9 @@ def held_backward(
     inputs: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of x, of weight, of bias), empty where not asked for; `z` becomes its gradient."""
-    count(runs_kernel(x, weight, longest=None))
-    sums = Sums(x, weight, bias, inputs, own)
+    """Return the gradients of x, weight and bias, empty if not needed; `z` becomes its gradient."""
+    count_kernel_run(can_run_kernel(x, weight, longest=None))
+    sums = GradientSums(x, weight, bias, inputs, own)
     by = by_lse, by_picked, by_total
     sums.add(slice(None), gradient_(z, target, lse, by, scale, cap))
     return sums.results(bias)
@@ -292,7 +292,7 @@ def held_backward(
 
 @held_forward.register_fake
 def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse = x.new_empty(x.shape[:1], dtype=wide(x, weight))
+    lse = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
     z = x.new_empty((x.shape[0], weight.shape[0]))
     return lse, torch.empty_like(lse), torch.empty_like(lse), z
 
@@ -307,46 +307,47 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     ctx.save_for_backward(x, weight, bias, target, output[0])
 
 
-def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
-    needed = asked(ctx, 3)
+    needed = needed_gradients(ctx, 3)
     found = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, needed[0], needed[1] or needed[2]
     )
-    return *_asked_for(needed, found, bias), None, None, None, None
+    return *_needed_gradients(needed, found, bias), None, None, None, None
 
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.bias = inputs[2] is not None
-    ctx.set_materialize_grads(False)  # zeros for the gradients would be as large as they are
+    # zeros for missing gradients would be as large as the gradients
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _through_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = [_times(one, grad) for one in ctx.saved_tensors]
-    return *_asked_for(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
+def _backward_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = [_scale_saved(one, grad) for one in ctx.saved_tensors]
+    return *_needed_gradients(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
 
 
-def _times(saved: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a gradient that forward has made by a scalar, in its own place if it may be.
+def _scale_saved(saved: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient that forward has computed by a scalar, in place if possible.
 
-    A backward that does not keep the graph is the last one, and nobody asks for what was saved
-    again.  Whoever is asked while the graph is kept (`retain_graph`, `create_graph`), compiled, or
-    on DTensors, whose layout the factor may change, gets a new tensor.
+    A backward that does not keep the graph is the last one, and does not need the saved tensors
+    again. In a backward that keeps the graph (`retain_graph`, `create_graph`), when compiled, and
+    for DTensors, whose layout the factor may change, the result is a new tensor.
     """
-    if _last() and type(saved) is Tensor and type(factor) is Tensor:
-        return saved.detach().mul_(factor)  # what is unpacked belongs to the graph
-    # the factor in its own precision: in that of a gradient it would be rounded once more
+    if _frees_graph() and type(saved) is Tensor and type(factor) is Tensor:
+        return saved.detach().mul_(factor)  # unpacked tensors belong to the graph
+    # the factor in its own dtype: in the gradient's dtype it would be rounded once more
     return (saved * factor).to(saved.dtype)
 
 
-def _last() -> bool:
-    """Tell whether the backward that runs now frees its saved tensors; False outside of one."""
-    return not torch.compiler.is_compiling() and not _again()
+def _frees_graph() -> bool:
+    """Return whether the running backward frees its saved tensors; False outside of a backward."""
+    return not torch.compiler.is_compiling() and not _keeps_graph()
 
 
-def _again() -> bool:
-    """Tell whether the backward that runs now keeps its graph; False while it is compiled."""
+def _keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph; False when compiled."""
     if torch.compiler.is_compiling():
         return False
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -355,18 +356,19 @@ def _again() -> bool:
 
 def _save_held(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, target, *ctx.form = inputs
-    ctx.set_materialize_grads(False)  # zeros for the logits would be a second tensor of their size
+    # zeros for the logits' gradient would be a second tensor of their size
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, bias, target, output[0], output[3])
 
 
-def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse, z = ctx.saved_tensors
     assert grads[3] is None, "the logits are used by nobody else"
     by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
-    needed = asked(ctx, 3)
-    # a backward that comes again, for the weights alone or of a second loss, needs the logits again
+    needed = needed_gradients(ctx, 3)
+    # a further backward, for the weights or for a second loss, needs the logits again
     found = held_backward(
-        z.clone() if _again() else z,
+        z.clone() if _keeps_graph() else z,
         x,
         weight,
         bias,
@@ -377,25 +379,27 @@ def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         needed[0],
         needed[1] or needed[2],
     )
-    return *_asked_for(needed, found, bias), None, None, None
+    return *_needed_gradients(needed, found, bias), None, None, None
 
 
-def _asked_for(asked: Sequence[bool], found: Sequence[Tensor], bias: Any) -> list[Tensor | None]:
-    """The gradients of those of (x, weight, bias) that need one."""
+def _needed_gradients(
+    asked: Sequence[bool], found: Sequence[Tensor], bias: Any
+) -> list[Tensor | None]:
+    """Return the gradients of those of (x, weight, bias) that need one; None for others."""
     needed = asked[0], asked[1], asked[2] and bias is not None
     return [grad if need else None for grad, need in zip(found, needed)]
 
 
-linear_statistics_forward.register_autograd(_through_statistics, setup_context=_save_statistics)
-linear_weighed.register_autograd(_through_weighed, setup_context=_save_weighed)
-held_forward.register_autograd(_through_held, setup_context=_save_held)
+linear_statistics_forward.register_autograd(_backward_statistics, setup_context=_save_statistics)
+linear_weighed.register_autograd(_backward_weighed, setup_context=_save_weighed)
+held_forward.register_autograd(_backward_held, setup_context=_save_held)
 
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One head to run: `shape` is [tokens, in]; every seventh label is ignored.
+    """A test case of a head: `shape` is [tokens, in]; every seventh label is ignored.
 
-    In chunks of `rows` tokens, or with its logits `held`.
+    In chunks of `rows` tokens, or with saved logits (`held`).
     """
 
     kernel: ClassVar[str] = "linear_cross_entropy"
@@ -414,13 +418,13 @@ class Case(check.Case):
         return "held_cross_entropy" if self.held else self.kernel
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         weight = normal(self.classes, self.shape[1]) * self.spread * self.shape[1] ** -0.5
         found = {"input": normal(*self.shape), "weight": weight}
         return found | ({"bias": normal(self.classes)} if self.bias else {})
 
     def labels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The label of each token, and what its loss weighs."""
+        """Return the label of each token, and its weight in the loss."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         target = torch.randint(self.classes, (len(x),), generator=generator).to(x.device)
         target[::7] = -1
@@ -435,5 +439,5 @@ class Case(check.Case):
             lse, picked, total = statistics(x, weight, bias, target, form)
             each = lse - (1 - self.smoothing) * picked - self.smoothing / self.classes * total
             return (each * by).sum()
-        call = weighed if kernel else reference
+        call = weighted_loss if kernel else reference
         return call(x, weight, bias, target, by, self.smoothing, form)

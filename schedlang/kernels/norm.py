@@ -1,20 +1,20 @@
-"""RMSNorm and LayerNorm, of one tensor, of a residual sum or beside a gate: one kernel each way.
+"""RMSNorm and LayerNorm, of a tensor, of a residual sum or with a gate: one kernel each way.
 
 RMSNorm: y = x / sqrt(mean(x^2) + eps) * (weight + offset), after Zhang and Sennrich, "Root Mean
-Square Layer Normalization" (2019).  LayerNorm: the same of x - mean(x), plus a bias where there is
-one, after Ba, Kiros and Hinton, "Layer Normalization" (2016).  `rounding` says where a
-low-precision input is rounded: "early" rounds the normalised value, the product and the sum (Llama,
-Cohere); "late" computes in float32 and rounds once (Gemma, torch.nn.RMSNorm, torch.nn.LayerNorm).
-The offset of a LayerNorm is added in the type of its weight, as Nemotron does.
+Square Layer Normalization" (2019). LayerNorm: the same of x - mean(x), plus an optional bias, after
+Ba, Kiros and Hinton, "Layer Normalization" (2016). `rounding` says where a low-precision input is
+rounded: "early" rounds the normalised value, the product and the sum (Llama, Cohere); "late"
+computes in float32 and rounds once (Gemma, torch.nn.RMSNorm, torch.nn.LayerNorm). The offset of a
+LayerNorm is added in the dtype of its weight, as in Nemotron.
 
-Of a residual connection total = a + b and y = norm(total) are both needed: the sum is rounded to
-its type before it is normalised, as eager does, and backward adds the gradient of the total to the
-one that comes through the norm.
+A residual connection needs both total = a + b and y = norm(total): the sum is rounded to its dtype
+before it is normalised, as in eager mode, and backward adds the gradient of the total to the
+gradient through the norm.
 
-A gate multiplies what goes into an RMSNorm, norm(x * act(gate)), as Mamba-2 has it (Dao and Gu,
-"Transformers are SSMs", 2024), or what comes out, norm(x) * act(gate), as gated linear attention
-does (Yang et al., 2023); over the whole row or over each of `groups` parts of it.  Its activation
-is one of kernels/gated.py, never rounded.
+A gate multiplies the input of an RMSNorm, norm(x * act(gate)), as in Mamba-2 (Dao and Gu,
+"Transformers are SSMs", 2024), or its output, norm(x) * act(gate), as in gated linear attention
+(Yang et al., 2023); the norm is over the full row or over each of `groups` groups of it. The
+activation is one of kernels/gated.py, never rounded.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import (
-    LONGEST,
-    backward,
-    count,
-    forward,
-    runs_kernel,
+from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
+from schedlang.kernels.kernel_device import (
+    MAX_ROW,
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_backward,
+    launch_forward,
     tl,
     triton,
-    wide,
 )
-from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
 
 if triton is not None:
-    from schedlang.kernels.device import load_rows, load_vector, rounded, store_rows, tile_of
     from schedlang.kernels.gated import activation
+    from schedlang.kernels.kernel_device import load_rows, load_vector, rounded, store_rows, tile_of
 
-LONGEST_OF_MORE = 8192  # elements of a group with a mean, sum or gate; of twice as many some spill
+# elements of a group with a mean, sum or gate; with twice as many some registers spill
+MAX_ROW_WITH_EXTRAS = 8192
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a norm: a LayerNorm where `centred`, else an RMSNorm; see the file.
+    """The form of a norm: a LayerNorm if `centred`, else an RMSNorm; see the module.
 
-    `eps` None is the spacing of the type that is computed in, as of torch.nn.RMSNorm.  `act` is the
-    activation of a gate, one of gated.ACTIVATIONS, "" where there is none; `first`: the gate comes
-    before the norm, else after it.  Only an RMSNorm with a gate has several `groups`.
+    eps     None: the spacing of the dtype that is computed in, as in torch.nn.RMSNorm
+    act     the activation of a gate, in gated.ACTIVATIONS; "": no gate
+    first   the gate comes before the norm, else after it
+    groups  1 except for an RMSNorm with a gate
     """
 
     centred: bool = False
@@ -65,14 +67,14 @@ class Form:
 
     @property
     def values(self) -> tuple[int, float | None, float, str, str, bool, int]:
-        """The fields in order, as operators take them."""
+        """The fields in order, as arguments of operators."""
         more = self.act, self.first, self.groups
         return int(self.centred), self.eps, self.offset, self.rounding, *more
 
     @property
     def longest(self) -> int:
-        """The most elements of a row that the kernel takes where nothing is added before."""
-        return (LONGEST_OF_MORE if self.centred or self.act else LONGEST) * self.groups
+        """The largest row that the kernel supports without a residual sum."""
+        return (MAX_ROW_WITH_EXTRAS if self.centred or self.act else MAX_ROW) * self.groups
 
 
 def norm(
@@ -80,9 +82,9 @@ def norm(
 ) -> Tensor:
     """Normalise the last dim of `x` (any leading shape); `weight` and `bias` have its size.
 
-    An RMSNorm has no bias; `gate` has the shape of `x`, where the form has one.  The result has the
-    type of `x`, and is wider only where the weight is, comes last and rounds early.  Differentiable
-    once, in all four.
+    An RMSNorm has no bias; `gate` has the shape of `x`, if the form has one. The result has the
+    dtype of `x`; it is wider only if the weight is wider, applied last and rounded early.
+    Differentiable once, in all four.
     """
     y: Tensor = norm_forward(x, None, gate, weight, bias, *form.values)[1]
     return y
@@ -93,8 +95,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (a + b, its norm) of two tensors of one shape.
 
-    The sum has the type of the one that holds the other's numbers (`fits`).  Differentiable once,
-    in all four.
+    The sum has the wider of the two dtypes (see `can_add`). Differentiable once, in all four.
     """
     if torch.promote_types(a.dtype, b.dtype) != a.dtype:
         a, b = b, a
@@ -102,8 +103,8 @@ def add_norm(
     return total, y
 
 
-def fits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have one shape, and their sum the type of one of them."""
+def can_add(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have one shape, and their sum has the dtype of one of them."""
     alike = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
     return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
 
@@ -111,57 +112,59 @@ def fits(a: Tensor, b: Tensor) -> bool:
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, gate: Tensor | None = None
 ) -> Tensor:
-    """Compute `norm` in plain torch operations, in float32 or the input's wider type."""
-    return forward_of(x, gate, weight, bias, form)[0]
+    """Compute `norm` by plain torch operations, in float32 or the input's wider dtype."""
+    return reference_forward(x, gate, weight, bias, form)[0]
 
 
 def add_reference(
     a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """Compute `add_norm` in plain torch operations."""
+    """Compute `add_norm` by plain torch operations."""
     total = a + b
     return total, reference(total, weight, bias, form)
 
 
-def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> torch.dtype:
-    """Return the type of a norm: rounded early, a wider weight makes it wider, unless a gate comes
-    after it."""
+def result_dtype(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> torch.dtype:
+    """Return the dtype of a norm's result.
+
+    Rounded early, a wider weight or bias makes it wider, unless a gate comes after it.
+    """
     if form.rounding == "late" or (form.act and not form.first):
         return x.dtype
     found = torch.promote_types(x.dtype, weight.dtype)
     return found if bias is None else torch.promote_types(found, bias.dtype)
 
 
-def parts_of(value: Tensor, groups: int) -> Tensor:
-    """The last dim as so many parts of one size."""
+def split_groups(value: Tensor, groups: int) -> Tensor:
+    """Split the last dim into groups of one size: [..., groups, size of a group]."""
     return value.reshape(*value.shape[:-1], groups, value.shape[-1] // groups)
 
 
-def forward_of(
+def reference_forward(
     x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, 1 / deviation of each group of a row) in plain torch operations.
+    """Return (y, mean, 1 / deviation of each group of a row) by plain torch operations.
 
     The mean of an RMSNorm is zero.
     """
-    kind = wide(x, gate, weight, bias)
+    kind = compute_dtype(x, gate, weight, bias)
     lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
     value = x.to(kind) * lever if lever is not None and form.first else x.to(kind)
-    parts = parts_of(value, form.groups)
+    parts = split_groups(value, form.groups)
     mean = parts.mean(-1) if form.centred else parts.new_zeros(parts.shape[:-1])
     parts = parts - mean.unsqueeze(-1) if form.centred else parts
     rstd = torch.rsqrt(parts.square().mean(-1) + _eps(form, kind))
-    y = scaled((parts * rstd.unsqueeze(-1)).flatten(-2), x.dtype, weight, form)
+    y = apply_weight((parts * rstd.unsqueeze(-1)).flatten(-2), x.dtype, weight, form)
     if bias is not None:
         y = y + (bias.to(kind) if form.rounding == "late" else bias)
     y = y * lever if lever is not None and not form.first else y
-    return y.to(result_of(x, weight, bias, form)), mean, rstd
+    return y.to(result_dtype(x, weight, bias, form)), mean, rstd
 
 
-def scaled(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Tensor:
-    """Multiply the normalised value of an input of type `kind` by its weight.
+def apply_weight(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Tensor:
+    """Multiply the normalised value of an input of dtype `kind` by its weight.
 
-    Rounded early to `kind`; late, the product is still as wide as `normal`.
+    Early rounding gives `kind`; late rounding keeps the dtype of `normal`.
     """
     if form.rounding == "late" and not form.centred:
         return normal * (weight.to(normal.dtype) + form.offset)
@@ -169,7 +172,7 @@ def scaled(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Ten
     return normal.to(kind) * scale if form.rounding == "early" else normal * scale.to(normal.dtype)
 
 
-def backward_of(
+def reference_backward(
     dy: Tensor,
     x: Tensor,
     gate: Tensor | None,
@@ -178,26 +181,26 @@ def backward_of(
     rstd: Tensor,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of (x, weight, bias, gate) in plain torch operations.
+    """Return the gradients of (x, weight, bias, gate) by plain torch operations.
 
-    That of the bias is in the type of the weight, and empty for an RMSNorm; that of the gate is
-    empty where there is none.
+    The gradient of the bias has the dtype of the weight, and is empty for an RMSNorm; the gradient
+    of the gate is empty without one.
     """
-    kind = torch.promote_types(wide(x, gate, weight), rstd.dtype)
+    kind = torch.promote_types(compute_dtype(x, gate, weight), rstd.dtype)
     value, grad, size = x.to(kind), dy.to(kind), x.shape[-1]
     lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
     by_lever = value
-    parts = parts_of(value * lever if lever is not None and form.first else value, form.groups)
+    parts = split_groups(value * lever if lever is not None and form.first else value, form.groups)
     parts = parts if mean is None else parts - mean.unsqueeze(-1)
     normal = (parts * rstd.unsqueeze(-1)).flatten(-2)
     if lever is not None and not form.first:
-        by_lever = grad * scaled(normal, x.dtype, weight, form).to(kind)
+        by_lever = grad * apply_weight(normal, x.dtype, weight, form).to(kind)
         grad = grad * lever
     factor = normal.to(x.dtype).to(kind) if form.rounding == "early" else normal
     dweight = (grad * factor).reshape(-1, size).sum(0)
     dbias = grad.reshape(-1, size).sum(0) if form.centred else grad.new_empty(0)
-    inner = scaled(grad, kind, weight, replace(form, rounding="late"))
-    inner, normal = parts_of(inner, form.groups), parts_of(normal, form.groups)
+    inner = apply_weight(grad, kind, weight, replace(form, rounding="late"))
+    inner, normal = split_groups(inner, form.groups), split_groups(normal, form.groups)
     dparts = inner - normal * (inner * normal).mean(-1, keepdim=True)
     dparts = dparts - inner.mean(-1, keepdim=True) if form.centred else dparts
     dx = (rstd.unsqueeze(-1) * dparts).flatten(-2)
@@ -214,11 +217,11 @@ def _eps(form: Form, kind: torch.dtype) -> float:
 
 
 if triton is not None:
-    HELD = tl.constexpr(4096)  # of longer rows beside a gate the weight is loaded for each tile
+    HELD = tl.constexpr(4096)  # for longer rows with a gate the weight is loaded for each tile
 
     @triton.jit  # type: ignore[untyped-decorator]
     def normal_of(value, inside, size, eps, CENTRED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """(the rows over their deviation, their means, what they were multiplied by)."""
+        """Return (the rows divided by their deviations, their means, 1 / deviations)."""
         middle = tl.sum(value, 1) / size
         if CENTRED:
             value = tl.where(inside, value - middle[:, None], 0.0)
@@ -227,10 +230,10 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def through(scaled, normal, inverse, size, CENTRED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The gradient of the rows, from that of the normalised ones."""
+        """Return the gradient of the rows, from that of the normalised rows."""
         along = tl.sum(scaled * normal, 1) / size
         if CENTRED:
-            shift = tl.sum(scaled, 1) / size  # before any difference, or long rows spill
+            shift = tl.sum(scaled, 1) / size  # before any difference, else long rows spill
             result = scaled - normal * along[:, None] - shift[:, None]
         else:
             result = scaled - normal * along[:, None]
@@ -238,23 +241,23 @@ if triton is not None:
 
     @triton.jit
     def through_gate(scaled, normal, value, lever, slope, inverse, size):  # type: ignore[no-untyped-def]
-        """(the gradient of the rows before their gate, that of the gate)."""
+        """Return (the gradient of the rows before their gate, the gradient of the gate)."""
         along = tl.sum(scaled * normal, 1) / size
-        # the normalised value in another order: it need not be held meanwhile
+        # the normalised value in another order of products: it need not be kept in registers
         again = lever * inverse[:, None] * value
         result = inverse[:, None] * (scaled - again * along[:, None])
         return result * lever, value * result * slope
 
     @triton.jit  # type: ignore[untyped-decorator]
     def rounded_if(value, like, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The value, rounded to the type of what `like` points to where it is asked for."""
+        """Return the value, rounded to the dtype of the pointer `like` if ROUNDED."""
         if ROUNDED:
             value = rounded(value, like)
         return value
 
     @triton.jit  # type: ignore[untyped-decorator]
     def scale_of(weight, column, size, offset, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The factors of a row's elements."""
+        """Return the factors of a row's elements."""
         return rounded_if(load_vector(weight, column, size) + offset, weight, ROUNDED)
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -287,7 +290,7 @@ if triton is not None:
     ):
         """Write y, 1/deviation, (CENTRED) the mean and (ADD) the total of ROWS rows.
 
-        Beside a GATE ("before" or "after") of one group of them.
+        With a GATE ("before" or "after"): of one group of these rows.
         """
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
@@ -345,7 +348,8 @@ if triton is not None:
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Write the gradients of some tiles of rows, and their part of those of the vectors."""
+        """Write the gradients of some tiles of rows, and their partial sums for the vectors'
+        gradients."""
         program = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         start, width = 0, size
@@ -397,7 +401,7 @@ if triton is not None:
             if ADD:
                 result += load_rows(dtotal, row, column, dtotal_stride, inside)
             store_rows(dx + start, row, column, width, inside, result)
-            if GATE == "":  # last, or long rows spill
+            if GATE == "":  # last, else long rows spill
                 by_weight += tl.sum(grad * rounded_if(normal, x, EARLY), 0)
             if CENTRED:
                 by_bias += tl.sum(grad, 0)
@@ -435,24 +439,24 @@ def norm_forward(
     first: bool,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x + other, its norm, mean, 1 / deviation of each group of a row), contiguous.
+    """Return (x + other, its norm, mean, 1 / deviation of each group of a row), contiguous.
 
-    Without `other` the first is empty.  The last two are in float32 at least.
+    Without `other` the first is empty. The last two are in float32 at least.
     """
     form = Form(bool(centred), eps, offset, rounding, act, first, groups)
     assert centred or bias is None, "an RMSNorm with a bias"
     assert bool(act) == (gate is not None), "an activation, and a gate"
-    longest = form.longest if other is None else LONGEST_OF_MORE
-    if not runs_kernel(x, other, gate, weight, bias, longest=longest):
-        count(False)
+    longest = form.longest if other is None else MAX_ROW_WITH_EXTRAS
+    if not can_run_kernel(x, other, gate, weight, bias, longest=longest):
+        count_kernel_run(False)
         return _by_torch(x, other, gate, weight, bias, form)
-    total, y, mean, rstd = forward(
+    total, y, mean, rstd = launch_forward(
         forward_kernel,
         (x, other, gate),
         (weight, bias),
-        (None if other is None else x.dtype, result_of(x, weight, bias, form)),
+        (None if other is None else x.dtype, result_dtype(x, weight, bias, form)),
         2,
-        _eps(form, wide(x, weight)),
+        _eps(form, compute_dtype(x, weight)),
         offset,
         BIAS=bias is not None,
         **_constants(x, weight, other, form),
@@ -469,7 +473,7 @@ def _by_torch(
     x: Tensor, other: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x if other is None else x + other
-    y, mean, rstd = (t.contiguous() for t in forward_of(total, *given))
+    y, mean, rstd = (t.contiguous() for t in reference_forward(total, *given))
     return x.new_empty(0) if other is None else total.contiguous(), y, mean, rstd
 
 
@@ -489,17 +493,18 @@ def norm_backward(
     first: bool,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (what is normalised, with `dtotal` added; weight; bias; gate), contiguous.
+    """Return the gradients of (the normalised tensor, plus `dtotal`; weight; bias; gate),
+    contiguous.
 
-    That of the bias is in the type of the weight, and empty for an RMSNorm; that of the gate is
-    empty where there is none.  An RMSNorm needs no `mean`.
+    The gradient of the bias has the dtype of the weight, and is empty for an RMSNorm; the gradient
+    of the gate is empty without one. An RMSNorm needs no `mean`.
     """
     form = Form(bool(centred), None, offset, rounding, act, first, groups)
-    longest = form.longest if dtotal is None else LONGEST_OF_MORE
-    if not runs_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
-        count(False)
-        return _back_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
-    dx, dgate, dweight, *more = backward(
+    longest = form.longest if dtotal is None else MAX_ROW_WITH_EXTRAS
+    if not can_run_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
+        count_kernel_run(False)
+        return _backward_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
+    dx, dgate, dweight, *more = launch_backward(
         backward_kernel,
         (dy, x, dtotal, gate),
         (weight, mean, rstd),
@@ -515,13 +520,13 @@ def norm_backward(
 @norm_backward.register_fake
 def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     form = Form(bool(given[4]), None, *given[5:])
-    return _back_by_torch(dy, x, dtotal, *given[:4], form)
+    return _backward_by_torch(dy, x, dtotal, *given[:4], form)
 
 
-def _back_by_torch(
+def _backward_by_torch(
     dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, dbias, dgate = backward_of(dy, x, *given)
+    dx, dweight, dbias, dgate = reference_backward(dy, x, *given)
     dx = dx if dtotal is None else dx + dtotal
     return dx.contiguous(), dweight.contiguous(), dbias.contiguous(), dgate.contiguous()
 
@@ -550,10 +555,10 @@ norm_forward.register_autograd(_differentiate, setup_context=_save)
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One norm to run, of a tensor of this shape, of a sum of two (`add`), or beside a gate.
+    """A test case of a norm: of a tensor of this shape, of a sum of two (`add`), or with a gate.
 
-    The input is `scale` times standard normal; small scales expose eps.  `other` is the type of the
-    second tensor of a sum, or of the gate and the weight, if another.
+    The input is `scale` times standard normal; small scales expose eps. `other` is the dtype of the
+    second tensor of a sum, or of gate and weight, if it differs.
     """
 
     kernel: ClassVar[str] = "norm"
@@ -565,12 +570,12 @@ class Case(check.Case):
 
     @property
     def name(self) -> str:
-        """The name of the kernel in `replace_kernel`, or of what it does more."""
+        """The name of the kernel in `replace_kernel`, or "gated_norm"."""
         kind = "layer_norm" if self.form.centred else "rms_norm"
         return "add_norm" if self.add else "gated_norm" if self.form.act else kind
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """Draw the tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         shift = 0.3 if self.add or self.form.centred else 0.0
         names = ("left", "right") if self.add else ("input",)
         found = {name: (normal(*self.shape) + shift) * self.scale for name in names}
@@ -580,13 +585,13 @@ class Case(check.Case):
         return {name: t.float() for name, t in self._cast(found).items()}
 
     def _cast(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, those of the other dtype cast."""
+        """Return the tensors, with those of the other dtype cast."""
         others = ("gate", "weight") if self.form.act else ("right",)
         kinds = {name: getattr(torch, self.other) for name in others if self.other}
         return {name: t.to(kinds.get(name, t.dtype)) for name, t in given.items()}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """Run the kernel, or its reference; of a sum the total comes above its norm."""
+        """Run the kernel, or its reference; for a sum, the total is stacked on its norm."""
         given = given if given["weight"].dtype == torch.float64 else self._cast(given)
         vectors = given["weight"], given.get("bias"), self.form
         if self.add:

@@ -1,9 +1,9 @@
-"""Tell which norm a module computes by running it: RMSNorm or LayerNorm, with or without a gate.
+"""Find which norm a module computes by running it: RMSNorm or LayerNorm, with or without a gate.
 
-Forward and gradients must agree with the formula at several scales of the input, casts to float32
-inside read as float64; the rounding order is read off bit by bit in bfloat16.  Of a gate, the parts
-of a row that are normalised together show when one number of it changes; every activation, before
-the norm and after it, is then tried.
+Forward and gradients must agree with the formula at several scales of the input, with casts to
+float32 treated as float64; the order of rounding is determined bit by bit in bfloat16. With a gate,
+a change of one input number shows which numbers of a row are normalised together; then every
+activation, before and after the norm, is tried.
 """
 
 from __future__ import annotations
@@ -16,34 +16,39 @@ from torch import Tensor, nn
 
 from schedlang.kernels import liger
 from schedlang.kernels.gated import ACTIVATIONS
-from schedlang.kernels.norm import Case, Form, parts_of, reference
+from schedlang.kernels.norm import Case, Form, reference, split_groups
 from schedlang.kernels.probe import (
     TOLERANCE,
     Mismatch,
     bare_copy,
-    gradients_apart,
+    gradients_distance,
     inputs_of,
     one_input,
-    relative,
-    rows_of,
+    random_rows,
+    relative_error,
     run_rows,
 )
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 
-SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
-RUNS = (("float32", 7), ("bfloat16", 7), ("float32", 1))  # types and rows of a kernel's trial
-LIBRARY = ("liger.rms_norm", "liger.layer_norm")  # kernels of an installed library
+INPUT_SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
+CASE_KINDS = (
+    ("float32", 7),
+    ("bfloat16", 7),
+    ("float32", 1),
+)  # dtypes and rows of a kernel's test cases
+LIBRARY_KERNELS = ("liger.rms_norm", "liger.layer_norm")  # kernels of an installed library
 _GATE = "rms_norm with a gate"
 
 
 @dataclass(frozen=True)
-class Norm:
-    """The norm that a module computes, as its kernel knows it, and the module's names for it.
+class NormForm:
+    """The norm that a module computes, in the form of its kernel, and names in the module.
 
-    `weight` and `bias` are names of the module's parameters, None where it has none (a weight is
-    then one); `inputs` the names of its two arguments where it has a gate.  `library` is the one of
-    LIBRARY that computes it, "" for our own kernel.
+    weight   name of a parameter; None: a weight of ones
+    bias     name of a parameter; None: no bias
+    inputs   names of the two arguments, if it has a gate
+    library  the kernel in LIBRARY that computes it; "": our own kernel
     """
 
     size: int
@@ -55,23 +60,23 @@ class Norm:
 
     @property
     def kind(self) -> str:
-        """The kernel of ours that computes it."""
+        """The name of our kernel for it."""
         return "layer_norm" if self.form.centred else "rms_norm"
 
     def vectors(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias of the module for rows `x`; a weight that is none is ones."""
+        """Return the module's weight and bias for rows `x`; without a weight, ones."""
         weight = x.new_ones(x.shape[-1]) if self.weight is None else getattr(module, self.weight)
         return weight, None if self.bias is None else getattr(module, self.bias)
 
     def cases(self) -> list[Case]:
-        """Runs of the kernel in the form that was found, for the trial of a schedule."""
+        """Return test cases of the kernel in this form, for the trial of a schedule."""
         made = liger.Case if self.library else Case
         bias = self.bias is not None
-        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in RUNS]
+        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in CASE_KINDS]
 
 
-def probe_named(module: nn.Module, kernel: str) -> Norm | Mismatch:
-    """Match one of LIBRARY against `module`, or say why it differs."""
+def probe_library_norm(module: nn.Module, kernel: str) -> NormForm | Mismatch:
+    """Match a kernel of LIBRARY against `module`; return why if it differs."""
     found = probe_norm(module)
     wanted = kernel.rpartition(".")[2]
     if isinstance(found, Mismatch):
@@ -88,11 +93,12 @@ def probe_named(module: nn.Module, kernel: str) -> Norm | Mismatch:
     return replace(found, library=kernel)
 
 
-# -- the parameters, and what a formula is judged by -----------------------------------------------
+# -- the parameters, and quantities for the fit
+# -----------------------------------------------------
 
 
-def size_of(module: nn.Module) -> int:
-    """The size of a row; any will do where neither a parameter nor the module says one."""
+def row_size(module: nn.Module) -> int:
+    """Return the size of a row; 24 if neither a parameter nor the module gives one."""
     for parameter in module.parameters():
         return parameter.numel()
     shape = getattr(module, "normalized_shape", None)
@@ -100,13 +106,13 @@ def size_of(module: nn.Module) -> int:
 
 
 def vectors_of(module: nn.Module, size: int) -> dict[str, Tensor]:
-    """The parameters by name; of a norm that has none a weight of ones, named ""."""
+    """Return the parameters by name; for a norm without parameters a weight of ones, named ""."""
     ones = torch.ones(size, dtype=torch.float64)
     return dict(module.named_parameters(recurse=False)) or {"": ones}
 
 
-def structure(module: nn.Module) -> Mismatch | None:
-    """Return the reason why a module cannot be a norm, by its parameters, children and buffers."""
+def why_not_norm(module: nn.Module) -> Mismatch | None:
+    """Return why a module cannot be a norm, by its parameters, children and buffers; else None."""
     params = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None:
         return Mismatch("has submodules: a norm has none")
@@ -130,23 +136,25 @@ def _scale_and_offset(far: Tensor, normal: Tensor, weight: Tensor) -> tuple[Tens
     return scale, round(offset) + 0.0 if abs(offset - round(offset)) < 1e-5 else offset
 
 
-def _added(near: Tensor, scaled: Tensor, inner: Tensor) -> float:
-    """The eps, of rows so close to zero that it is all that matters: `near` is the norm of `inner`,
-    which `scaled` is times its factors."""
+def _fit_eps(near: Tensor, scaled: Tensor, inner: Tensor) -> float:
+    """Return eps, from rows so close to zero that it dominates.
+
+    `near` is the norm of `inner`; `scaled` is `inner` times the factors.
+    """
     inverse = (near * scaled).sum(-1) / scaled.square().sum(-1).clamp_min(1e-300)
     eps = float((inverse**-2 - inner.square().mean(-1)).mean())
     return eps if eps == eps and eps > 0.0 else 0.0
 
 
 def named_eps(module: nn.Module, eps: float) -> float | None:
-    """A measured eps as the module writes it, where an attribute of its own is it."""
+    """Return the module's own float attribute that equals a measured eps; None if there is none."""
     own = [v for v in vars(module).values() if isinstance(v, float) and v > 0]
     named = min(own, key=lambda v: abs(v - eps), default=0.0)
     return named if abs(named - eps) <= 1e-6 * eps else None
 
 
-def follows_type(eps: float) -> bool:
-    """Tell whether an eps that was measured in float64 is the spacing of that type."""
+def is_dtype_spacing(eps: float) -> bool:
+    """Return whether an eps that was measured in float64 is the spacing of float64."""
     spacing = torch.finfo(torch.float64).eps
     return abs(eps - spacing) <= 1e-3 * spacing
 
@@ -168,31 +176,32 @@ class _Fit:
 
     @property
     def nearest(self) -> str:
-        """The property that tells this form from others of its kind, as text."""
+        """The property that distinguishes this form from others of its kind, as text."""
         form = self.form
         if form.act:
             return f"{form.act} {'before' if form.first else 'after'} it"
         return f"eps {form.eps:.3g}"
 
     def of(self, params: dict[str, Tensor]) -> Callable[..., Tensor]:
-        """The formula with these parameters, of an input and the gate where there is one."""
+        """Return the formula with these parameters, a function of the input and, if any, the
+        gate."""
         weight = next(p for name, p in params.items() if name != self.bias or len(params) == 1)
         bias = None if self.bias is None else params[self.bias]
         return lambda x, *gate: reference(x, weight, bias, self.form, *gate)
 
 
-def takes_gate(module: nn.Module) -> bool:
-    """Tell whether the module's forward takes exactly one argument beside its input."""
+def has_gate(module: nn.Module) -> bool:
+    """Return whether the module's forward has exactly one argument beside its input."""
     return len(inputs_of(module)) == 2
 
 
-def probe_norm(module: nn.Module, gates: bool = False) -> Norm | Mismatch:
-    """The norm that `module` computes, or the measured reason why it is none.
+def probe_norm(module: nn.Module, gates: bool = False) -> NormForm | Mismatch:
+    """Return the norm that `module` computes, or the measured reason why it is none.
 
-    With `gates` also one with a gate, its second argument.
+    `gates`: also accept a norm with a gate, its second argument.
     """
-    gate = gates and takes_gate(module)
-    refused = structure(module) or (None if gate else one_input(module))
+    gate = gates and has_gate(module)
+    refused = why_not_norm(module) or (None if gate else one_input(module))
     if refused:
         return refused
     if not gate:
@@ -209,18 +218,18 @@ def probe_norm(module: nn.Module, gates: bool = False) -> Norm | Mismatch:
 
 
 class _Probe:
-    """One module, and its copy in float64; `inputs` are two names where it has a gate."""
+    """One module, and its copy in float64; `inputs` has two names if it has a gate."""
 
     def __init__(self, module: nn.Module, inputs: tuple[str, ...]) -> None:
-        self.module, self.inputs, self.size = module, inputs, size_of(module)
+        self.module, self.inputs, self.size = module, inputs, row_size(module)
         self.copied = bare_copy(module, torch.float64)
         self.params = vectors_of(self.copied, self.size)
 
-    def run(self) -> Norm | Mismatch:
-        """Return what it computes."""
+    def run(self) -> NormForm | Mismatch:
+        """Return the norm that the module computes, or a Mismatch."""
         with torch.random.fork_rng(devices=[]):
             try:
-                with ambient(Float64):
+                with enter_modes(Float64):
                     fit = self.nearest()
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
                 more = "with such a gate" if self.inputs else "alone"
@@ -228,7 +237,7 @@ class _Probe:
             return fit if isinstance(fit, Mismatch) else self.finished(fit)
 
     def nearest(self) -> _Fit | Mismatch:
-        """The formula whose results and gradients are the module's."""
+        """Return the formula whose results and gradients are the module's."""
         fits = list(self.fits())
         if not fits:
             return Mismatch("normalises neither full rows nor groups of equal size")
@@ -244,36 +253,39 @@ class _Probe:
         return fit
 
     def given(self, *seeds: int, rows: int = 16) -> list[Tensor]:
-        """Rows, and those of a gate where there is one."""
-        return [rows_of(self.size, seed, rows) for seed in seeds[: 1 + bool(self.inputs)]]
+        """Return random rows, and rows of a gate if there is one."""
+        return [random_rows(self.size, seed, rows) for seed in seeds[: 1 + bool(self.inputs)]]
 
     @torch.no_grad()
     def distance(self, fit: _Fit) -> float:
-        """The largest relative difference over scales of the input, in training and evaluation."""
+        """Return the largest relative difference over scales of the input, in training and
+        evaluation."""
         worst = 0.0
-        for number, scale in enumerate(SCALES):
+        for number, scale in enumerate(INPUT_SCALES):
             x, *gate = self.given(10 + number, 40 + number)
             expected = fit.of(self.params)(x * scale, *gate)
             for training in (True, False):
                 self.copied.training = training
                 made = run_rows(self.copied, x * scale, *gate)
-                worst = max(worst, relative(made, expected))
+                worst = max(worst, relative_error(made, expected))
         return worst
 
     def gradient_distance(self, fit: _Fit) -> float:
-        """The largest relative difference of a gradient, of the inputs or of a parameter."""
+        """Return the largest relative difference of a gradient, of the inputs or of a parameter."""
         given = [t.requires_grad_() for t in self.given(20, 22)]
         leaves = [*given, *(p for p in self.params.values() if p.requires_grad)]
-        return gradients_apart(run_rows(self.copied, *given), fit.of(self.params)(*given), leaves)
+        return gradients_distance(
+            run_rows(self.copied, *given), fit.of(self.params)(*given), leaves
+        )
 
-    # what fits
+    # candidates
 
     @torch.no_grad()
     def fits(self) -> Iterator[_Fit]:
-        """Every form, with the offset and eps that fit best; whether they do is judged after.
+        """Yield every form, with the offset and eps that fit best; the fit itself is checked later.
 
-        A gate of ones is a factor.  Far from zero eps does not matter and what is left is the
-        factor of each column; close to zero eps is all that matters.
+        A gate of ones is a factor. Far from zero eps does not matter, which leaves the factor of
+        each column; close to zero eps dominates.
         """
         ones = [torch.ones(2, 8, self.size, dtype=torch.float64)] if self.inputs else []
         zero = torch.zeros(2, 8, self.size, dtype=torch.float64)
@@ -281,7 +293,7 @@ class _Probe:
         near = (shift.norm() + 1.0) * TOLERANCE
         bias = next((n for n, p in self.params.items() if (shift - p).norm() <= near), None)
         weight = next((p for name, p in self.params.items() if name != bias), shift)
-        large, small = rows_of(self.size) * 1e3, rows_of(self.size, seed=2) * 1e-10
+        large, small = random_rows(self.size) * 1e3, random_rows(self.size, seed=2) * 1e-10
         far, close = (run_rows(self.copied, x, *ones) - shift for x in (large, small))
         for bare in self._bare(ones):
             normal = reference(large, torch.ones_like(weight), None, bare, *ones)
@@ -290,7 +302,7 @@ class _Probe:
             lever = float(ACTIVATIONS[bare.act](ones[0].flatten()[0])) if ones else 1.0
             inner = inner * lever if bare.first else inner
             scaled = inner * scale * (1.0 if bare.first else lever)
-            eps = _added(*(parts_of(t, bare.groups) for t in (close, scaled, inner)))
+            eps = _fit_eps(*(split_groups(t, bare.groups) for t in (close, scaled, inner)))
             yield _Fit(replace(bare, offset=offset, eps=eps), bias)
 
     def _bare(self, ones: list[Tensor]) -> Iterator[Form]:
@@ -301,8 +313,8 @@ class _Probe:
                 yield from (Form(False, 0.0, 0.0, "late", act, at, groups) for at in (True, False))
 
     def _groups(self, ones: Tensor) -> int | None:
-        """Count the parts of a row: those that the first number of a row has a say in."""
-        x = rows_of(self.size)
+        """Return the number of groups of a row, by the numbers that depend on the first."""
+        x = random_rows(self.size)
         other = x.clone()
         other[..., 0] += 1.0
         both = [run_rows(self.copied, each, ones) for each in (x, other)]
@@ -313,15 +325,15 @@ class _Probe:
 
     # eps as it is written, and roundings
 
-    def finished(self, fit: _Fit) -> Norm | Mismatch:
-        """The norm with its eps as the module writes it, and its order of rounding."""
+    def finished(self, fit: _Fit) -> NormForm | Mismatch:
+        """Return the norm with its eps as the module writes it, and its order of rounding."""
         weight = next(name for name in self.params if name != fit.bias)
         if len(self.params) - 1 != (fit.bias is not None):
             unused = ", ".join(self.params)
             return Mismatch(f"has parameters that do not change its output: {unused}")
         eps = fit.form.eps
         assert eps is not None
-        if self.inputs and follows_type(eps):
+        if self.inputs and is_dtype_spacing(eps):
             return Mismatch(
                 "has an eps that depends on the dtype of the computation, which this kernel does"
                 " not support"
@@ -333,27 +345,28 @@ class _Probe:
         if isinstance(rounding, Mismatch):
             return rounding
         form = replace(fit.form, rounding=rounding)
-        return Norm(self.size, weight or None, fit.bias, form, self.inputs)
+        return NormForm(self.size, weight or None, fit.bias, form, self.inputs)
 
     def written_eps(self, fit: _Fit, eps: float) -> float | None:
-        """The measured eps as the module writes it: an attribute of its own, or nine digits."""
+        """Return the eps as the module writes it: an attribute of its own, else rounded to nine
+        digits."""
         named = named_eps(self.module, eps)
-        if named is None and follows_type(eps):
+        if named is None and is_dtype_spacing(eps):
             single = bare_copy(self.module, torch.float32)
-            x = (rows_of(self.size, seed=30) * 1e-3).float()
+            x = (random_rows(self.size, seed=30) * 1e-3).float()
             form = replace(fit.form, eps=torch.finfo(torch.float32).eps)
             exact = {name: p.double() for name, p in vectors_of(single, self.size).items()}
             with torch.no_grad():
                 expected = replace(fit, form=form).of(exact)(x.double())
-                if relative(run_rows(single, x), expected) <= 1e-6:
+                if relative_error(run_rows(single, x), expected) <= 1e-6:
                     return None
         return float(f"{eps:.9g}") if named is None else named
 
     @torch.no_grad()
     def rounding(self, fit: _Fit) -> str | Mismatch:
-        """The order of rounding whose results are the module's bit by bit, in nearly all elements.
+        """Return the order of rounding whose results equal the module's in nearly all elements.
 
-        In bfloat16; beside a gate with a wider weight, too.  Sums may run in another order.
+        In bfloat16; with a gate, with a float32 weight too. Sums may have another order.
         """
         given = [t.bfloat16() for t in self.given(4, 5, rows=64)]
         same = {"early": 1.0, "late": 1.0}
@@ -365,10 +378,10 @@ class _Probe:
             except Exception as raised:  # the module's own code
                 return Mismatch(f"does not run in bfloat16: {type(raised).__name__}")
             for order in same:
-                told = replace(fit, form=replace(fit.form, rounding=order)).of(params)(*given)
-                share = float((y == told).double().mean())
-                alike = told.dtype == y.dtype or not self.inputs
-                same[order] = min(same[order], share if alike else 0.0)
+                expected = replace(fit, form=replace(fit.form, rounding=order)).of(params)(*given)
+                share = float((y == expected).double().mean())
+                same_dtype = expected.dtype == y.dtype or not self.inputs
+                same[order] = min(same[order], share if same_dtype else 0.0)
         best = max(same, key=lambda order: same[order])
         if same[best] < 0.99:
             return Mismatch(

@@ -1,9 +1,8 @@
-"""Probes of modules: a copy is run on made-up inputs, and its name is never looked at.
+"""Probes of modules: run a copy on made-up inputs, independent of the module's name.
 
-The copy has the module's own forward and fresh random float64 parameters on the CPU, so that a
-module on the meta device, or one whose parameters lie on many ranks, is judged like any other.
-Hooks are left behind.  What was found of a module holds for all that are equal in whatever it could
-see of them (`judged`).
+The copy has the module's own forward and new random float64 parameters on the CPU, so that a module
+on the meta device, or with sharded parameters, is probed like any other. Hooks are not copied. A
+result holds for all modules that are equal in all that the probe could read (`probe_once`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 TOLERANCE = 1e-9
-# a prime: numbers that are used again and again then stand elsewhere in every row and column
-_DRAWN = 1_000_003
+# a prime: repeated numbers are then at other positions in every row and column
+_DISTINCT = 1_000_003
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks"),
@@ -37,11 +36,11 @@ class Mismatch:
 
     @classmethod
     def raised(cls, what: str, error: Exception) -> Mismatch:
-        """`what`, and the first line of what the module's own code raised."""
-        return cls(f"{what}: {first_line(error)}")
+        """Return a mismatch with `what` and the first line of the module's own error."""
+        return cls(f"{what}: {error_line(error)}")
 
 
-def first_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
@@ -52,18 +51,18 @@ def bare_copy(
     seed: int = 0,
     spread: Callable[[torch.Size], float] | None = None,
 ) -> nn.Module:
-    """A copy without hooks, with random parameters in [0.5, 1.5) of `dtype` on the CPU.
+    """Copy a module without hooks, with random parameters in [0.5, 1.5) of `dtype` on the CPU.
 
-    With `spread` they lie around zero, over as much as it says for a shape.  Submodules are copied
-    alike, shared parameters stay shared; other attributes are the module's own.  Buffers keep their
-    values, floating ones in `dtype`; none may lie on the meta device.
+    With `spread` they are centred at zero, with this width for a shape. Submodules are copied too,
+    shared parameters stay shared; other attributes are the module's own. Buffers keep their values,
+    floating ones in `dtype`; none may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, Any] = {}
 
     def fresh(p: nn.Parameter | None) -> nn.Parameter | None:
         if p is not None and id(p) not in done:
-            done[id(p)] = nn.Parameter(_drawn(p.shape, dtype, generator, spread))
+            done[id(p)] = nn.Parameter(_random_parameter(p.shape, dtype, generator, spread))
         return None if p is None else done[id(p)]
 
     def moved(buffer: Tensor | None) -> Tensor | None:
@@ -87,26 +86,27 @@ def bare_copy(
     return copied(module)
 
 
-def _drawn(
+def _random_parameter(
     shape: torch.Size,
     dtype: torch.dtype,
     generator: torch.Generator,
     spread: Callable[[torch.Size], float] | None,
 ) -> Tensor:
-    """Random numbers; very many are some of them again and again, which no two rows begin alike.
+    """Return random numbers; for very large shapes some numbers are repeated, at other positions
+    per row.
 
-    Drawing each number of wide weights takes longer than computing with them.
+    Drawing each number of wide weights would take longer than computing with them.
     """
-    long = math.prod(shape) > 4 * _DRAWN and all(size % _DRAWN for size in shape)
-    some = torch.rand((_DRAWN,) if long else shape, generator=generator, device="cpu") + 0.5
+    long = math.prod(shape) > 4 * _DISTINCT and all(size % _DISTINCT for size in shape)
+    some = torch.rand((_DISTINCT,) if long else shape, generator=generator, device="cpu") + 0.5
     some = some.to(dtype)
     if spread is not None:
         some.sub_(1.0).mul_(spread(shape))
-    return _repeated(some, shape) if long else some
+    return _repeat_numbers(some, shape) if long else some
 
 
-def _repeated(some: Tensor, shape: torch.Size) -> Tensor:
-    """Fill a new CPU tensor of a shape with some numbers, repeated in turn."""
+def _repeat_numbers(some: Tensor, shape: torch.Size) -> Tensor:
+    """Return a new CPU tensor of a shape, filled with some numbers, repeated in turn."""
     made = torch.empty(math.prod(shape), dtype=some.dtype, device="cpu")
     rounds, rest = divmod(len(made), len(some))
     made[: rounds * len(some)].view(rounds, len(some)).copy_(some)
@@ -115,34 +115,34 @@ def _repeated(some: Tensor, shape: torch.Size) -> Tensor:
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of what the module's forward may be given."""
+    """Return the names of the arguments of the module's forward."""
     every = inspect.signature(type(module).forward).parameters.values()
     return tuple(p.name for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))[1:]
 
 
 def one_input(module: nn.Module) -> Mismatch | None:
-    """Return a mismatch if the module's forward takes more than its input."""
+    """Return a mismatch if the module's forward has more arguments than its input."""
     more = inputs_of(module)[1:]
     if more:
         return Mismatch(f"takes `{more[0]}` beside its input: the kernel does not")
     return None
 
 
-def rows_of(size: int, seed: int = 1, rows: int = 16) -> Tensor:
-    """Standard normal rows [2, rows / 2, size] in float64."""
+def random_rows(size: int, seed: int = 1, rows: int = 16) -> Tensor:
+    """Return standard normal rows [2, rows / 2, size] in float64."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, rows // 2, size)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference over that of `b`; infinite where it is no number."""
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference divided by that of `b`; infinite for NaN."""
     far = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
     return far if math.isfinite(far) else math.inf
 
 
 def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
-    """Run the module on rows; raise ValueError where it does not return as many rows."""
+    """Run the module on rows; raise ValueError if the result has another shape."""
     y = module(x, *more)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -150,58 +150,62 @@ def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
     return y
 
 
-def gradients_apart(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> float:
-    """The largest relative difference of a gradient of two results of the same leaves.
+def gradients_distance(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> float:
+    """Return the largest relative difference of gradients of two results of the same leaves.
 
-    Infinite where one of the results does not depend on one of them.
+    Infinite if one of the results does not depend on one of the leaves.
     """
     if not y.requires_grad:
         return float("inf")
-    grad = rising(y)
+    grad = distinct_gradient(y)
     found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     exact = torch.autograd.grad(expected, leaves, grad.to(expected.dtype), allow_unused=True)
     return max(
-        math.inf if a is None or b is None else relative(a, b)
+        math.inf if a is None or b is None else relative_error(a, b)
         for a, b in zip(found, exact, strict=True)
     )
 
 
-def rising(y: Tensor) -> Tensor:
-    """A gradient for a result in which every element counts differently, from -1 to 1."""
+def distinct_gradient(y: Tensor) -> Tensor:
+    """Return a gradient for a result in which every element differs, from -1 to 1."""
     return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
 
 
 # -- one probe for modules that are equal ----------------------------------------------------------
-# Equal are modules of one class, with equal numbers, flags and texts, parameters of equal sizes,
-# buffers of equal values, and the same other objects (a config, a function, a hook), which are tied
-# alike, and so are their children.  Their place in the model (`layer_idx`) may differ where nothing
-# that ran asked for it.
+# Modules are equal if they have the same class; equal numbers, flags and texts; parameters of equal
+# sizes; buffers of equal values; the same other objects (a config, a function, a hook); the same
+# ties; and equal children. Their position in the model (`layer_idx`) may differ if the module did
+# not read it.
 
 
-Found = TypeVar("Found")
-PLACES = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
-_WITHIN = frozenset(("_parameters", "_buffers", "_modules", *vars(nn.Module())))
-_HOOKED = frozenset(name for name in _WITHIN if name.endswith("_hooks"))
-_MOST = 2**20  # elements of a buffer that are compared; of larger ones only the same are equal
+ProbeResult = TypeVar("ProbeResult")
+POSITION_NAMES = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
+_MODULE_ATTRIBUTES = frozenset(("_parameters", "_buffers", "_modules", *vars(nn.Module())))
+_HOOK_ATTRIBUTES = frozenset(name for name in _MODULE_ATTRIBUTES if name.endswith("_hooks"))
+# elements of a buffer up to which values are compared; larger buffers are compared by identity
+_MAX_COMPARED = 2**20
 
 
-def judged(
+def probe_once(
     module: nn.Module,
-    probe: Callable[[nn.Module], Found | Mismatch],
+    probe: Callable[[nn.Module], ProbeResult | Mismatch],
     known: MutableMapping[Any, Any],
     about: Hashable,
-) -> Found | Mismatch:
-    """Return what `probe` finds of a module; equal modules are probed once.
+) -> ProbeResult | Mismatch:
+    """Return the result of `probe` for a module; equal modules are probed once.
 
-    `known` keeps the answers, `about` is what they are about.  A mismatch is always the module's
-    own.
+    `known` caches results, `about` is the subject of the probe. A mismatch is always cached for
+    modules in the same position only.
     """
-    keys = [("probe", about, seen(module)), ("probe", about, seen(module, PLACES))]
+    keys = [
+        ("probe", about, module_key(module)),
+        ("probe", about, module_key(module, POSITION_NAMES)),
+    ]
     found = next((known[key] for key in keys if key in known), None)
     if found is not None:
         return found  # type: ignore[no-any-return]
     if keys[0] != keys[1]:
-        twin, read = watched(module)
+        twin, read = record_position_reads(module)
         found = probe(twin)
         if not read and not isinstance(found, Mismatch):
             known[keys[1]] = found
@@ -210,64 +214,69 @@ def judged(
     return known[keys[0]]  # type: ignore[no-any-return]
 
 
-def seen(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
-    """Equal for modules that are, whatever their numbers of these names."""
-    return _seen(module, but), *_shared(module)
+def module_key(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
+    """Return a key that is equal for equal modules, ignoring attributes of these names."""
+    return _module_key(module, but), *_shared(module)
 
 
 def _shared(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Return which parameters, buffers and parts are shared, by the first place of each.
+    """Return which submodules, parameters and buffers are shared, by the first position of each.
 
-    What is tied may be told in several ways, of which one holds for what is not.
+    Ties are part of equality: a probe may give another result for tied modules.
     """
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
     buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
-    return tuple(_first(each) for each in (parts, parameters, buffers))
+    return tuple(_first_positions(each) for each in (parts, parameters, buffers))
 
 
-def _first(objects: Sequence[object]) -> tuple[int, ...]:
+def _first_positions(objects: Sequence[object]) -> tuple[int, ...]:
     places: dict[int, int] = {}
     return tuple(places.setdefault(id(one), place) for place, one in enumerate(objects))
 
 
-def _seen(module: nn.Module, but: frozenset[str]) -> Hashable:
+def _module_key(module: nn.Module, but: frozenset[str]) -> Hashable:
     own = vars(module)
-    rest = [(n, _value(v)) for n, v in own.items() if n not in _WITHIN and n not in but]
+    rest = [
+        (n, _value_key(v)) for n, v in own.items() if n not in _MODULE_ATTRIBUTES and n not in but
+    ]
     tensors = [
         (n, None if p is None else (p.shape, p.dtype, p.requires_grad))
         for n, p in module._parameters.items()
     ]
-    buffers = [(n, None if b is None else _content(b)) for n, b in module._buffers.items()]
+    buffers = [(n, None if b is None else _buffer_key(b)) for n, b in module._buffers.items()]
     children = [
-        (n, None if child is None else _seen(child, but)) for n, child in module._modules.items()
+        (n, None if child is None else _module_key(child, but))
+        for n, child in module._modules.items()
     ]
-    hooks = [(n, *map(id, own[n].values())) for n in sorted(_HOOKED & own.keys()) if own[n]]
+    hooks = [
+        (n, *map(id, own[n].values())) for n in sorted(_HOOK_ATTRIBUTES & own.keys()) if own[n]
+    ]
     return type(module), *rest, module.training, *hooks, *tensors, *buffers, *children
 
 
-def _value(value: object) -> Hashable:
-    """Plain values by what they are, others by which they are; the model keeps these alive."""
+def _value_key(value: object) -> Hashable:
+    """Return a key of a value: plain values by value, others by id; the model keeps these alive."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         return type(value), value
     if type(value) in (tuple, list, torch.Size):
-        return type(value), *map(_value, value)  # type: ignore[call-overload]
+        return type(value), *map(_value_key, value)  # type: ignore[call-overload]
     if type(value) is dict:
-        return dict, *((_value(k), _value(v)) for k, v in value.items())
+        return dict, *((_value_key(k), _value_key(v)) for k, v in value.items())
     return type(value), id(value)
 
 
-def _content(buffer: Tensor) -> Hashable:
-    if buffer.is_meta or buffer.numel() > _MOST or type(buffer) is not Tensor:
+def _buffer_key(buffer: Tensor) -> Hashable:
+    if buffer.is_meta or buffer.numel() > _MAX_COMPARED or type(buffer) is not Tensor:
         return id(buffer)
     plain = buffer.detach().cpu().contiguous()
     return buffer.shape, buffer.dtype, plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def watched(module: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The same module in parts that note when their place is read, and the names that were.
+def record_position_reads(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Return a copy of the module that records reads of its position, and the list of names read.
 
-    Its parameters and buffers, and whatever else it has, are the module's own.
+    Its parameters, buffers and other attributes are the module's own.
     """
     read: list[str] = []
     done: dict[int, nn.Module] = {}
@@ -277,16 +286,16 @@ def watched(module: nn.Module) -> tuple[nn.Module, list[str]]:
             made = done[id(part)] = copy.copy(part)
             own = made.__dict__
             own["_modules"] = {n: c if c is None else twin(c) for n, c in part._modules.items()}
-            places = [name for name in PLACES if name in own]
+            places = [name for name in POSITION_NAMES if name in own]
             if places:
-                made.__class__ = _noting(type(part), places, read)
+                made.__class__ = _recording_class(type(part), places, read)
         return done[id(part)]
 
     return twin(module), read
 
 
-def _noting(kind: type, names: Iterable[str], read: list[str]) -> type:
-    """A class whose objects note when one of these attributes is asked for."""
+def _recording_class(kind: type, names: Iterable[str], read: list[str]) -> type:
+    """Return a class whose objects record when one of these attributes is read."""
 
     def noted(name: str) -> property:
         def get(self: nn.Module) -> object:

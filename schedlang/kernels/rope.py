@@ -1,9 +1,10 @@
 """Rotary position embeddings of queries and keys: one Triton kernel, both in one launch.
 
 Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021): pairs of numbers
-of a head are turned by angles that depend on the token.  Of a pair (a, b) of the first `width`
-numbers of a head a * cos - b * sin and b * cos + a * sin come out; the rest passes.  A gradient is
-turned back by the same kernel.  `Form` says which numbers are a pair, and which angle is whose.
+of a head are rotated by angles that depend on the token. A pair (a, b) of the first `width` numbers
+of a head becomes a * cos - b * sin and b * cos + a * sin; the other numbers stay. A gradient is
+rotated back by the same kernel. `Form` says which numbers form a pair, and which angle belongs to
+each.
 """
 
 from __future__ import annotations
@@ -16,21 +17,29 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, launch, runs_kernel, tl, triton, wide
+from schedlang.kernels.kernel_device import (
+    can_run_kernel,
+    compute_dtype,
+    count_kernel_run,
+    launch_kernel,
+    tl,
+    triton,
+)
 
 if triton is not None:
-    from schedlang.kernels.device import rounded
+    from schedlang.kernels.kernel_device import rounded
 
 
 @dataclass(frozen=True)
 class Form:
     """The layout of a rotation in a model.
 
-    `pairs`: pair j is (2j, 2j + 1), else (j, j + width / 2); `paired`: the same of the result.
-    `own`: each number has cosine and sine of its own place in the result, else pair j has the j-th.
-    `heads` is the dim of heads in [rows, heads, tokens, size] (1), or [rows, tokens, heads, size].
-    `early`: both products are rounded, and the sum; else the sum alone.  `keeps`: the result has
-    the type of its input, where that of the angles is wider, too.
+    pairs   pair j is (2j, 2j + 1), else (j, j + width / 2)
+    paired  the same for the result
+    own     each number has cosine and sine at its position in the result, else pair j has the j-th
+    heads   the dim of heads: 1 for [rows, heads, tokens, size], 2 for [rows, tokens, heads, size]
+    early   both products and the sum are rounded; else only the sum
+    keeps   the result has the dtype of its input, even if the angles' dtype is wider
     """
 
     pairs: bool = False
@@ -41,10 +50,10 @@ class Form:
     keeps: bool = False
 
 
-def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form) -> Any:
-    """(q, k) turned; q alone where `k` is None.  `cos` and `sin` [rows or 1, tokens, angles].
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form) -> Any:
+    """Rotate q and k; only q if `k` is None. `cos` and `sin` are [rows or 1, tokens, angles].
 
-    Differentiable in `q` and `k`, as often as one likes.
+    Differentiable in `q` and `k`, any number of times.
     """
     how = (form.pairs, form.paired, form.own, form.heads, form.early, form.keeps)
     turned, other = rope_turn(q, k, cos, sin, width, *how, False)
@@ -52,11 +61,11 @@ def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form) -> Tensor:
-    """One of them turned, in plain torch operations."""
-    return _turned(x, cos, sin, width, form, False)
+    """Rotate one tensor by plain torch operations."""
+    return _rotate(x, cos, sin, width, form, False)
 
 
-def _result(x: Tensor, cos: Tensor, form: Form) -> torch.dtype:
+def _result_dtype(x: Tensor, cos: Tensor, form: Form) -> torch.dtype:
     keeps = form.keeps or not form.early
     return x.dtype if keeps else torch.promote_types(x.dtype, cos.dtype)
 
@@ -68,7 +77,7 @@ def _split(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _joined(a: Tensor, b: Tensor, pairs: bool) -> Tensor:
+def _join(a: Tensor, b: Tensor, pairs: bool) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if pairs else torch.cat((a, b), -1)
 
 
@@ -80,15 +89,15 @@ def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
     return table[..., : width // 2], table[..., : width // 2]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
-    kind = _result(x, cos, form)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
+    kind = _result_dtype(x, cos, form)
     if not form.early:
-        inner = wide(x, cos)
+        inner = compute_dtype(x, cos)
         x, cos, sin = x.to(inner), cos.to(inner), sin.to(inner)
     a, b = _split(x[..., :width], form.paired if back else form.pairs)
     (c, d), (s, t) = _angles(cos, width, form), _angles(sin, width, form)
     made = (a * c + b * t, b * d - a * s) if back else (a * c - b * s, b * d + a * t)
-    turned = _joined(*made, form.pairs if back else form.paired).to(kind)
+    turned = _join(*made, form.pairs if back else form.paired).to(kind)
     return torch.cat((turned, x[..., width:].to(kind)), -1) if width < x.shape[-1] else turned
 
 
@@ -96,8 +105,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _load(x, line, there, half, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Both numbers of each pair in float32; `line` [LINES, 1] is where each line starts."""
-        if PAIRS:  # side by side: one access, taken apart in registers
+        """Load both numbers of each pair in float32; `line` [LINES, 1] is the start of each
+        line."""
+        if PAIRS:  # adjacent: one access, split in registers
             column = tl.arange(0, 2 * HALF)[None, :]
             both = tl.load(x + line + column, mask=there & (column < 2 * half), other=0.0)
             first, second = tl.split(tl.reshape(both.to(tl.float32), (LINES, HALF, 2)))
@@ -144,7 +154,7 @@ if triton is not None:
         HALF: tl.constexpr,
         REST: tl.constexpr,
     ):
-        """Turn all heads of one token."""
+        """Rotate all heads of one token."""
         for start in range(0, heads, LINES):
             head = (start + tl.arange(0, LINES)[:, None]).to(tl.int64)
             there = head < heads
@@ -205,7 +215,7 @@ if triton is not None:
         HALF: tl.constexpr,
         REST: tl.constexpr,
     ):
-        """Turn the query and the key of one token."""
+        """Rotate the query and the key of one token."""
         number = tl.program_id(0).to(tl.int64)
         row = number // tokens
         token = number % tokens
@@ -268,16 +278,16 @@ if triton is not None:
             )
 
 
-def lines(heads: int, half: int) -> int:
-    """Heads that a program turns at a time."""
-    return max(1, min(_power(heads), 2048 // _power(half)))
+def heads_per_program(heads: int, half: int) -> int:
+    """Return the number of heads that a program rotates at a time."""
+    return max(1, min(_next_power(heads), 2048 // _next_power(half)))
 
 
-def _power(size: int) -> int:
+def _next_power(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _dense(x: Tensor) -> Tensor:
+def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -288,18 +298,18 @@ def _strides(x: Tensor, heads: int) -> tuple[int, int, int]:
 def _launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both in one launch; each result lies in memory as its input does."""
-    given = [_dense(x) for x in ((q,) if k is None else (q, k))]
-    made = [torch.empty_like(x, dtype=_result(x, cos, form)) for x in given]
+    """Rotate both in one launch; each result has the memory layout of its input."""
+    given = [_with_dense_rows(x) for x in ((q,) if k is None else (q, k))]
+    made = [torch.empty_like(x, dtype=_result_dtype(x, cos, form)) for x in given]
     first, last = given[0], given[-1]
-    tables = [_dense(t) for t in (cos, sin)]
+    tables = [_with_dense_rows(t) for t in (cos, sin)]
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
     early = form.early and torch.promote_types(q.dtype, cos.dtype) == q.dtype
     half = width // 2
     heads = [x.shape[form.heads] for x in (first, last)]
     strides = [s for x in (first, last, made[0], made[-1]) for s in _strides(x, form.heads)]
     angles = [s for t in tables for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
-    launch(
+    launch_kernel(
         turn_kernel,
         (rows * tokens,),
         first,
@@ -320,10 +330,10 @@ def _launch(
         EARLY=early,
         BACK=back,
         KEYS=k is not None,
-        Q_LINES=lines(heads[0], half),
-        K_LINES=lines(heads[1], half),
-        HALF=_power(half),
-        REST=_power(size - width) if size > width else 0,
+        Q_LINES=heads_per_program(heads[0], half),
+        K_LINES=heads_per_program(heads[1], half),
+        HALF=_next_power(half),
+        REST=_next_power(size - width) if size > width else 0,
         warps=4,
     )
     return made[0], q.new_empty(0) if k is None else made[1]
@@ -344,10 +354,10 @@ def rope_turn(
     keeps: bool,
     back: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(q, k) turned, or turned back; the second is empty where there is no `k`."""
+    """Rotate (q, k), or rotate them back; the second result is empty without `k`."""
     form = Form(pairs, paired, own, heads, early, keeps)
-    kernel = runs_kernel(q, k, cos, sin, longest=None)
-    count(kernel)
+    kernel = can_run_kernel(q, k, cos, sin, longest=None)
+    count_kernel_run(kernel)
     return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, back)
 
 
@@ -360,11 +370,11 @@ def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *given: Any) -> tup
 def _by_torch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both in plain torch operations; each result lies in memory as its input does."""
+    """Rotate both by plain torch operations; each result has the memory layout of its input."""
     made = []
     for x in (q,) if k is None else (q, k):
-        y = torch.empty_like(_dense(x), dtype=_result(x, cos, form))
-        made.append(y.copy_(_turned(x, cos, sin, width, form, back)))
+        y = torch.empty_like(_with_dense_rows(x), dtype=_result_dtype(x, cos, form))
+        made.append(y.copy_(_rotate(x, cos, sin, width, form, back)))
     return made[0], q.new_empty(0) if k is None else made[1]
 
 
@@ -387,19 +397,19 @@ rope_turn.register_autograd(_differentiate, setup_context=_save)
 
 @dataclass(frozen=True)
 class Case(check.Case):
-    """One rotation to run: `shape` is [rows, tokens, heads of q, heads of k, size of a head].
+    """A test case of a rotation: `shape` is [rows, tokens, heads of q, heads of k, size of a head].
 
-    Strided, heads lie one after the other for each token, as projections give them.
+    If strided, the heads of a token are adjacent, as projections return them.
     """
 
     kernel: ClassVar[str] = "rope"
-    width: int = 0  # 0: the whole head
+    width: int = 0  # 0: the full head
     form: Form = Form()
-    shared: bool = True  # the angles are those of all rows
+    shared: bool = True  # all rows have the same angles
     scale: float = 1.0
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
+        """Return the differentiated tensors, in float32."""
         rows, tokens, *heads, size = self.shape
         by_head = self.form.heads == 1
         shapes = [(rows, n, tokens, size) if by_head else (rows, tokens, n, size) for n in heads]
@@ -414,7 +424,7 @@ class Case(check.Case):
         q, k = given["query"], given["key"]
         cos, sin = (t.to(q.device, q.dtype) for t in (angle.cos(), angle.sin()))
         if kernel:
-            turned = rope(q, k, cos, sin, width, self.form)
+            turned = rotate(q, k, cos, sin, width, self.form)
         else:
             turned = tuple(reference(x, cos, sin, width, self.form) for x in (q, k))
         return torch.cat(turned, self.form.heads)

@@ -28,8 +28,8 @@ from schedlang.diagnostics.source import Source, Span
 from schedlang.language import nodes as n
 
 STARTS = ("start", "path", "expr")
-DEEPEST = 48  # nested brackets and signs; no handwritten text comes near
-LONGEST = 18  # digits of a whole number: fits a machine word
+MAX_DEPTH = 48  # nested brackets and signs; no handwritten text comes near
+MAX_DIGITS = 18  # digits of a whole number: fits a machine word
 OPENS = {"LPAR": "(", "LSQB": "[", "LBRACE": "{"}
 CLOSES = ("RPAR", "RSQB", "RBRACE")
 SIGNS = ("PLUS", "NOT")  # + and - share one terminal
@@ -45,10 +45,10 @@ class TooDeep(Exception):
         self.nested: str = nested
 
 
-class Statements(PostLex):
+class StatementFilter(PostLex):
     """The filter between lexer and parser: newlines end statements, except inside ( ) and [ ].
 
-    Also limits the depth of nesting (`DEEPEST`).
+    Also limits the depth of nesting (`MAX_DEPTH`).
     """
 
     always_accept = ("_NL",)
@@ -73,16 +73,16 @@ class Statements(PostLex):
                 run = []
                 if kind in CLOSES and opened:
                     depth -= 1 + opened.pop()[1]
-            if depth + len(run) > DEEPEST:
+            if depth + len(run) > MAX_DEPTH:
                 raise _make_too_deep(token, run, len(opened))
             last = kind
             yield token
 
 
 def _make_too_deep(token: Token, run: list[Token], brackets: int) -> TooDeep:
-    if len(run) > DEEPEST:
+    if len(run) > MAX_DEPTH:
         return TooDeep(run[0], "signs")
-    return TooDeep(token, "brackets" if brackets > DEEPEST else "brackets and signs")
+    return TooDeep(token, "brackets" if brackets > MAX_DEPTH else "brackets and signs")
 
 
 def span_of(source: Source, piece: Token | Meta) -> Span:
@@ -112,13 +112,13 @@ def parser(strict: bool = False) -> Lark:
         start=list(STARTS),
         strict=strict,
         cache=not strict and _cache_path(),
-        postlex=Statements(),
+        postlex=StatementFilter(),
         propagate_positions=True,
     )
 
 
-WHOLE = re.compile(r"\d+")
-MOST = 1000  # names of one segment: `{a,b}_{c,d}` has four
+DIGITS = re.compile(r"\d+")
+MAX_ALTERNATIVES = 1000  # names of one segment: `{a,b}_{c,d}` has four
 
 # rules whose parts are the fields of a node, in order
 FIELDS: Mapping[str, Callable[..., n.Node]] = {
@@ -186,12 +186,12 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     def INT(self, token: Token) -> Token:
         """Check that a number is not too large."""
-        whole = WHOLE.search(token)
+        whole = DIGITS.search(token)
         digits = len(whole[0]) if whole else 0
-        if digits > LONGEST or (token.type == "FLOAT" and isinf(float(token))):
-            label = Label(self._span(token), f"a number has at most {LONGEST} digits")
+        if digits > MAX_DIGITS or (token.type == "FLOAT" and isinf(float(token))):
+            label = Label(self._span(token), f"a number has at most {MAX_DIGITS} digits")
             title = f"this number has {digits} digits"
-            if digits <= LONGEST:
+            if digits <= MAX_DIGITS:
                 label, title = Label(self._span(token)), "this number is too large"
             self.problems.append(Diagnostic("S004", title, label))
         return token
@@ -199,8 +199,8 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
     def GLOB(self, token: Token) -> Token:
         """Check that a part of a selector does not stand for too many names."""
         many = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
-        if many > MOST:
-            label = Label(self._span(token), f"a selector has at most {MOST:,}")
+        if many > MAX_ALTERNATIVES:
+            label = Label(self._span(token), f"a selector has at most {MAX_ALTERNATIVES:,}")
             title = f"these are {many:,} alternatives" if many < 10**9 else "too many alternatives"
             self.problems.append(Diagnostic("S004", title, label))
         return token
@@ -213,7 +213,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         """layers, layers[2:4]; layers[3] is layers.3"""
         picked = tuple(map(_plain, index))
         if len(picked) == 1 and isinstance(picked[0], str) and picked[0].isdigit():
-            child = n.Seg(str(int(picked[0][:LONGEST])), span=self._span(index[0]))
+            child = n.Seg(str(int(picked[0][:MAX_DIGITS])), span=self._span(index[0]))
             return n.Seg(str(text), span=self._span(text)), child
         return (n.Seg(str(text), picked, span=self._span(at)),)
 
@@ -286,38 +286,38 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
 
 EDITION = 1  # the edition that this schedlang reads
-FIRST = 1  # the first edition
+FIRST_EDITION = 1  # the first edition
 HEADER = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*schedule[ \t]+(\d+)")
 
 
 @dataclass(frozen=True)
-class Change:
+class EditionChange:
     """One difference of the next edition: described in a sentence, and applied by a function of
     texts."""
 
-    says: str
+    description: str
     rewrite: Callable[[str], str]
 
 
 # edition -> rewrites for the edition after it, in this order; there is one edition so far
-CHANGES: Mapping[int, Sequence[Change]] = {}
+CHANGES: Mapping[int, Sequence[EditionChange]] = {}
 
 
 @dataclass(frozen=True)
-class Upgraded:
+class UpgradedSource:
     """A text in the edition that is read here, and the changes that were made to it."""
 
     source: Source
-    changes: tuple[Change, ...] = ()
+    changes: tuple[EditionChange, ...] = ()
 
 
-def upgraded(source: Source) -> Upgraded:
+def upgrade_source(source: Source) -> UpgradedSource:
     """Rewrite a text of an older edition into the current one; other texts stay unchanged."""
     found = HEADER.match(source.text)
     edition = int(found[1][:9]) if found else EDITION
     text, made = source.text, []
-    if found is None or not FIRST <= edition < EDITION:
-        return Upgraded(source)
+    if found is None or not FIRST_EDITION <= edition < EDITION:
+        return UpgradedSource(source)
     for number in range(edition, EDITION):
         for change in CHANGES.get(number, ()):
             before, text = text, change.rewrite(text)
@@ -325,17 +325,17 @@ def upgraded(source: Source) -> Upgraded:
     header = HEADER.match(text)
     assert header is not None, "no change takes a file's header away"
     text = f"{text[: header.start(1)]}{EDITION}{text[header.end(1) :]}"
-    return Upgraded(Source(source.name, text), tuple(made))
+    return UpgradedSource(Source(source.name, text), tuple(made))
 
 
-def misfit(version: str, span: Span) -> Diagnostic:
+def edition_mismatch(version: str, span: Span) -> Diagnostic:
     """Return the diagnostic S006 for a header that names another edition, with what to do."""
     number = int(version[:9])
     title = f"the file is in edition {version} of the language; this schedlang reads {EDITION}"
     help_ = "install a newer schedlang"
-    if number < FIRST:
+    if number < FIRST_EDITION:
         title = f"edition {version} of the language does not exist"
-        help_ = f"the first is {FIRST}: `schedule {FIRST}`"
+        help_ = f"the first is {FIRST_EDITION}: `schedule {FIRST_EDITION}`"
     elif number < EDITION:
         help_ = f"rewrite it: `schedlang fmt --upgrade {span.source.name}`"
     return Diagnostic("S006", title, Label(span), helps=(help_,))

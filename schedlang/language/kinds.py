@@ -18,10 +18,10 @@ from schedlang.diagnostics.diagnostic import (
     Facts,
     Label,
     Refusal,
-    closest,
-    guess,
-    quoted,
-    unknown,
+    facts_of_unknown,
+    find_closest,
+    quote_names,
+    suggest_name,
 )
 from schedlang.diagnostics.source import Span
 from schedlang.ir import placement
@@ -32,9 +32,9 @@ from schedlang.language.value import (
     Bytes,
     Seconds,
     Symbol,
-    Symbolic,
-    bare,
-    shown,
+    SymbolicCall,
+    show_value,
+    unknown_words,
 )
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Mismatch(Exception):
         self.culprit: tuple[Any, ...] = culprit
 
 
-class NoAxis(Exception):
+class UnknownAxis(Exception):
     """A name that is not an axis of the mesh."""
 
 
@@ -93,7 +93,7 @@ def _convert_axis(value: Any, axes: Mapping[str, int]) -> str:
     if not isinstance(value, str):
         raise Mismatch(describe(Axis))
     if value not in axes:
-        raise NoAxis(str(value))
+        raise UnknownAxis(str(value))
     return str(value)
 
 
@@ -102,7 +102,7 @@ def _convert_literal(choices: tuple[Any, ...], value: Any) -> Any:
     for choice in choices:
         if choice == word and isinstance(choice, bool) == isinstance(word, bool):
             return choice
-    raise Mismatch(f"one of {quoted(map(str, choices), 12)}", [str(c) for c in choices])
+    raise Mismatch(f"one of {quote_names(map(str, choices), 12)}", [str(c) for c in choices])
 
 
 def _convert_union(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> Any:
@@ -115,7 +115,7 @@ def _convert_union(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) 
             continue
         try:
             return convert(kind, value, axes)
-        except NoAxis:
+        except UnknownAxis:
             if len(kinds) == 1 or type(None) in kinds:
                 raise
             expected.append(describe(kind))
@@ -162,7 +162,7 @@ def _convert_plain(kind: Any, value: Any) -> Any:
     raise Mismatch(describe(kind))
 
 
-WORDS: Mapping[Any, str] = {
+TYPE_NAMES: Mapping[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "`true` or `false`",
@@ -173,7 +173,7 @@ WORDS: Mapping[Any, str] = {
     placement.P: "`P(sum)`",
     Bytes: "a size such as `25MiB`",
     Seconds: "a time such as `10ms`",
-    Symbolic: "a call",
+    SymbolicCall: "a call",
     type(None): "`none`",
 }
 
@@ -184,12 +184,12 @@ PLURALS: Mapping[Any, str] = {int: "integers", float: "numbers", str: "names", A
 def describe(kind: Any) -> str:
     """Describe in words the values that a type admits."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind in WORDS:
-        return WORDS[kind]
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     if origin is Annotated:
         return describe(args[0])
     if origin is Literal:
-        return f"one of {quoted(map(str, args), 12)}"
+        return f"one of {quote_names(map(str, args), 12)}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe(one) for one in args if one is not type(None))
     if origin is tuple:
@@ -208,12 +208,12 @@ class Argument:
     name: str | None
     value: Any
     span: Span
-    inner: Span  # the place of the value alone
+    value_span: Span  # the place of the value alone
     word: str = ""
 
 
 @dataclass(frozen=True)
-class Surface:
+class CallSignature:
     """The arguments that a primitive accepts, read from its annotations.
 
     `keywords` may stand before `=`; `rest` collects all other keywords, `many` all positional
@@ -228,10 +228,10 @@ class Surface:
     many: str | None = None
 
 
-_SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
+_SURFACES: WeakKeyDictionary[type[Any], CallSignature] = WeakKeyDictionary()
 
 
-def surface(primitive: type[Any]) -> Surface:
+def signature_of(primitive: type[Any]) -> CallSignature:
     """Return the arguments of a primitive; cached, as reading annotations takes longer than
     binding."""
     if primitive in _SURFACES:
@@ -242,7 +242,7 @@ def surface(primitive: type[Any]) -> Surface:
     marks = {name: getattr(kind, "__metadata__", ("",))[0] for name, kind in kinds.items()}
     special = [name for name, mark in marks.items() if mark in (REST, MANY)]
     missing = dataclasses.MISSING
-    _SURFACES[primitive] = Surface(
+    _SURFACES[primitive] = CallSignature(
         kinds,
         tuple(name for name in kinds if name not in special),
         tuple(f.name for f in own if not f.kw_only and f.name not in special),
@@ -268,12 +268,12 @@ def bind(
     Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
     S204 (no such axis): all independent mistakes of the call at once.
     """
-    binder = Binder(primitive, surface(primitive), span, axes)
-    if not binder.fits(arguments):
-        from schedlang.language.suggest import in_our_words
+    binder = Binder(primitive, signature_of(primitive), span, axes)
+    if not binder.bind_arguments(arguments):
+        from schedlang.language.suggest import suggest_call
 
-        raise Refusal(*in_our_words(binder, arguments))
-    return binder.made()
+        raise Refusal(*suggest_call(binder, arguments))
+    return binder.build()
 
 
 @dataclass(eq=False)
@@ -281,7 +281,7 @@ class Binder:
     """Binds the arguments of one call, and collects the problems."""
 
     primitive: type[Primitive]
-    surface: Surface
+    surface: CallSignature
     span: Span
     axes: Mapping[str, int]
     problems: list[Diagnostic] = field(default_factory=list)
@@ -294,7 +294,7 @@ class Binder:
         """The primitive's name in the language."""
         return self.primitive.__name__
 
-    def made(self) -> Primitive:
+    def build(self) -> Primitive:
         """Return the primitive with the arguments that were bound without a problem."""
         if self.surface.rest:
             self.bound[self.surface.rest] = tuple(self.rest)
@@ -302,7 +302,7 @@ class Binder:
             self.bound[self.surface.many] = tuple(self.many)
         return self.primitive(**self.bound)
 
-    def fits(self, arguments: Sequence[Argument]) -> bool:
+    def bind_arguments(self, arguments: Sequence[Argument]) -> bool:
         """Bind the arguments; return whether there was no problem."""
         free = list(self.surface.positional)
         for argument in arguments:
@@ -342,15 +342,15 @@ class Binder:
             self._bind_rest(name, argument)
         else:
             known = self.surface.keywords
-            help_ = guess(name, known, "it takes") if known else "it takes none"
+            help_ = suggest_name(name, known, "it takes") if known else "it takes none"
             title = f"`{self.name}` takes no argument `{name}`"
-            facts = unknown(name, known)
+            facts = facts_of_unknown(name, known)
             self._add_problem("S302", title, Label(argument.span), help_, facts=facts)
 
     def _is_misspelt_field(self, name: str, argument: Argument) -> bool:
         """Return whether a free keyword is so close to a field, by name or value, that the field
         was meant."""
-        near = closest(name, self.surface.keywords)
+        near = find_closest(name, self.surface.keywords)
         if near is None or (len(name) > 3 and near[:3] == name[:3]):
             return near is not None
         assert self.surface.rest
@@ -360,7 +360,7 @@ class Binder:
     def _accepts(self, kind: Any, argument: Argument) -> bool:
         try:
             convert(kind, argument.value, self.axes)
-        except (NoAxis, Mismatch):
+        except (UnknownAxis, Mismatch):
             return False
         return True
 
@@ -388,7 +388,7 @@ class Binder:
     def _report_surplus(self, argument: Argument) -> None:
         positional = self.surface.positional
         title = f"`{self.name}` takes no further positional argument"
-        order = (f"it takes {quoted(positional)} in this order",) if positional else ()
+        order = (f"it takes {quote_names(positional)} in this order",) if positional else ()
         suggested = [
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
         ]
@@ -399,7 +399,7 @@ class Binder:
         self._add_problem("S302", title, Label(argument.span), *(near or order), facts=facts)
 
     def _report_missing(self, lacking: Sequence[str]) -> None:
-        title = f"`{self.name}` needs {quoted(lacking)}"
+        title = f"`{self.name}` needs {quote_names(lacking)}"
         self._add_problem(
             "S305", title, Label(self.span), f"for example `{self.primitive.example}`"
         )
@@ -408,7 +408,7 @@ class Binder:
         """Return the converted value in a list, or [] after adding a problem."""
         try:
             return [convert(kind, argument.value, self.axes)]
-        except NoAxis as axis:
+        except UnknownAxis as axis:
             self._report_unknown_axis(str(axis), argument)
         except Mismatch as wrong:
             value = wrong.culprit[0] if wrong.culprit else argument.value
@@ -420,19 +420,19 @@ class Binder:
                 word = value.name if isinstance(value, AxisSize) else str(value)
                 title = f"`{self.name}` has no {field} `{word}`"
                 help_ = _suggest_choice(word, wrong.choices)
-                facts = unknown(word, wrong.choices)
-                self._add_problem("S303", title, Label(argument.inner), help_, facts=facts)
+                facts = facts_of_unknown(word, wrong.choices)
+                self._add_problem("S303", title, Label(argument.value_span), help_, facts=facts)
             else:
                 each = "each value in " if wrong.culprit else ""
                 title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
                 shape = f"for example `{self.primitive.example}`"
-                label = Label(argument.inner, _describe_value(argument, value))
-                self._add_problem("S304", title, label, shape, facts=bare(value))
+                label = Label(argument.value_span, _describe_value(argument, value))
+                self._add_problem("S304", title, label, shape, facts=unknown_words(value))
         return []
 
     def _report_unknown_axis(self, name: str, argument: Argument) -> None:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
-        near = closest(name, self.axes)
+        near = find_closest(name, self.axes)
         alone = argument.name and not isinstance(argument.value, tuple)
         before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
@@ -442,19 +442,19 @@ class Binder:
             helps = (f"name an axis: `{', '.join(self.axes)}`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
-        facts = unknown(name, self.axes)
+        facts = facts_of_unknown(name, self.axes)
         self._add_problem("S204", title, Label(argument.span), *helps, note=note, facts=facts)
 
 
 def _describe_value(argument: Argument, value: object) -> str:
     """Return a phrase with an argument's value, and the name that the value came from."""
     named = argument.word and not isinstance(value, str | AxisSize)
-    return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
+    return f"`{argument.word}` is {show_value(value)}" if named else f"this is {show_value(value)}"
 
 
 def _suggest_choice(word: str, choices: Sequence[str]) -> str:
-    near = closest(word, choices)
-    listed = f"choose one of {quoted(choices, 12)}"
+    near = find_closest(word, choices)
+    listed = f"choose one of {quote_names(choices, 12)}"
     return f"did you mean `{near}`? {listed}" if near and len(choices) > 4 else listed
 
 

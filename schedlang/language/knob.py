@@ -6,20 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Label, Refusal, facts_of_unknown, suggest_name
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.value import AxisSize, Choice, Names, Symbol, evaluate, listed, shown
+from schedlang.language.value import (
+    AxisSize,
+    Choice,
+    Names,
+    Symbol,
+    evaluate,
+    quote_values,
+    show_value,
+)
 
 TYPES = ("int", "float", "bool", "choice")
-OF_TYPE: Mapping[str, str] = {
+TYPE_HELPS: Mapping[str, str] = {
     "int": "an integer: `4`",
     "float": "a number: `0.5`",
     "bool": "`true` or `false`",
     "choice": "a name: `full`",
 }
-WIDEST = 4096  # an interval with more members is not listed
+MAX_LISTED = 4096  # an interval with more members is not listed
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,11 @@ class Knob:
         """Every value that the knob may have, where the values can be listed."""
         if self.choices is not None:
             return self.choices
-        if self.interval and self.type == "int" and self.interval[1] - self.interval[0] < WIDEST:
+        if (
+            self.interval
+            and self.type == "int"
+            and self.interval[1] - self.interval[0] < MAX_LISTED
+        ):
             return tuple(range(self.interval[0], self.interval[1] + 1))
         return (False, True) if self.type == "bool" else ()
 
@@ -49,7 +61,7 @@ class Knob:
         return self.interval is None or self.interval[0] <= value <= self.interval[1]
 
 
-def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
+def make_knob(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     """Return the knob of a declaration, with its setting or its default as value.
 
     Refuses S102 (no such type, a value of another type), S103 (outside the domain) and S105 (no
@@ -57,8 +69,8 @@ def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     """
     if node.type not in TYPES:
         title = f"a knob cannot be of type `{node.type}`"
-        help_ = guess(node.type, TYPES, "choose one of")
-        facts = unknown(node.type, TYPES)
+        help_ = suggest_name(node.type, TYPES, "choose one of")
+        facts = facts_of_unknown(node.type, TYPES)
         raise Refusal.of("S102", title, Label(node.span), helps=(help_,), facts=facts)
     choices, interval = _evaluate_domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
@@ -116,10 +128,10 @@ def _check_type(knob: Knob, value: Any, span: Span) -> Any:
     }
     if not kinds[knob.type](value):
         title = f"`{knob.name}` must be of type {knob.type}"
-        helps: tuple[str, ...] = (f"give it {OF_TYPE[knob.type]}",)
+        helps: tuple[str, ...] = (f"give it {TYPE_HELPS[knob.type]}",)
         if other := next((name for name, fits in kinds.items() if fits(value)), None):
             helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
-        raise Refusal.of("S102", title, Label(span, f"this is {shown(value)}"), helps=helps)
+        raise Refusal.of("S102", title, Label(span, f"this is {show_value(value)}"), helps=helps)
     if knob.type == "choice":
         return Symbol(value.name if isinstance(value, AxisSize) else value)
     return {"int": int, "float": float, "bool": bool}[knob.type](value)
@@ -139,7 +151,7 @@ def _read_setting(knob: Knob, given: Any) -> Any:
         except ValueError:
             title = f"`{knob.name}` cannot be `{given}`"
             label = Label(knob.span, f"is of type {knob.type}")
-            helps = (f"give it {OF_TYPE[knob.type]}",)
+            helps = (f"give it {TYPE_HELPS[knob.type]}",)
             raise Refusal.of("S102", title, label, helps=helps) from None
     return _check_type(knob, value, knob.span)
 
@@ -155,23 +167,25 @@ def _refuse_outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) ->
     assert node.domain is not None
     domain = printer.expr(node.domain)
     many = f"set `{knob.name}` to one of {domain}" if knob.choices else f"choose from {domain}"
-    title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
+    title = f"`{knob.name}` cannot be {show_value(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
     label = Label(node.domain.span, "its allowed values")
     raise Refusal.of("S103", title, label, also, helps=(many,))
 
 
-def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span) -> None:
+def refuse_unknown_settings(
+    settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span
+) -> None:
     """Refuse (S106) a setting of a knob that the schedule does not have."""
     for name in settings:
         if name not in knobs:
-            help_ = guess(name, knobs, "its knobs are") if knobs else "it has no knobs"
+            help_ = suggest_name(name, knobs, "its knobs are") if knobs else "it has no knobs"
             title = f"the schedule has no knob `{name}`"
-            facts = unknown(name, knobs)
+            facts = facts_of_unknown(name, knobs)
             raise Refusal.of("S106", title, Label(at), helps=(help_,), facts=facts)
 
 
-def alternatives(
+def find_alternatives(
     knobs: Mapping[str, Knob], holds: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
     """Return, as text, values of single knobs that would make a requirement hold."""
@@ -179,7 +193,7 @@ def alternatives(
     for knob in knobs.values():
         fits = [v for v in knob.options if v != knob.value and _holds_with(holds, {knob.name: v})]
         if fits:
-            found.append(f"`{knob.name}` may be {listed(fits[:6])}")
+            found.append(f"`{knob.name}` may be {quote_values(fits[:6])}")
     return found
 
 
@@ -190,6 +204,6 @@ def _holds_with(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str
         return False
 
 
-def decided(knobs: Mapping[str, Knob]) -> str:
+def format_settings(knobs: Mapping[str, Knob]) -> str:
     """Format the settings of the knobs: tp = 4, pp = 2."""
-    return ", ".join(f"{k.name} = {shown(k.value).strip('`')}" for k in knobs.values())
+    return ", ".join(f"{k.name} = {show_value(k.value).strip('`')}" for k in knobs.values())

@@ -13,31 +13,33 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import SPELLED, Label, Refusal
+from schedlang.diagnostics.diagnostic import HELP_SPELLERS, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.placement import P, Replicate, S
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.kinds import surface
+from schedlang.language.kinds import signature_of
 from schedlang.language.syntax import KEYWORDS, parse
-from schedlang.language.value import UNITS, Names, Symbolic, evaluate
+from schedlang.language.value import UNITS, Names, SymbolicCall, evaluate
 
-MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # bytes or seconds: "40GiB"
+QUANTITY = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # bytes or seconds: "40GiB"
 
 
-def _make_operator(op: str, swapped: bool = False) -> Callable[[Remembered, object], Remembered]:
+def _make_operator(
+    op: str, swapped: bool = False
+) -> Callable[[RecordedValue, object], RecordedValue]:
     """Make the method of an operator; `swapped`: the reflected one, such as `__radd__`."""
 
-    def method(self: Remembered, other: object) -> Remembered:
+    def method(self: RecordedValue, other: object) -> RecordedValue:
         pair = [self._node, lift(other)]
         left, right = pair[::-1] if swapped else pair
-        return Remembered(_chain(left, op, right), self._names)
+        return RecordedValue(_chain(left, op, right), self._names)
 
     return method
 
 
-class Remembered:
+class RecordedValue:
     """A value with the expression it was written as: a knob, a fact of the model, or their
     arithmetic.
 
@@ -94,7 +96,7 @@ class Remembered:
         return repr(self.value)
 
 
-class Facts:
+class RecordedFacts:
     """`sch.model.config.n_head`: reads plain data of the model and records the path."""
 
     def __init__(self, parts: tuple[str, ...], holder: object, names: Callable[[], Names]) -> None:
@@ -105,16 +107,16 @@ class Facts:
             raise AttributeError(name)
         value, parts = getattr(self._holder, name), (*self._parts, name)
         if isinstance(value, bool | int | float | str):
-            return Remembered(n.Name(parts, span=python_span()), self._facts)
-        return Facts(parts, value, self._facts)
+            return RecordedValue(n.Name(parts, span=python_span()), self._facts)
+        return RecordedFacts(parts, value, self._facts)
 
 
-LEVELS = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2}  # comparisons bind less: 0
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2}  # comparisons bind less: 0
 
 
 def _chain(left: n.Expr, op: str, right: n.Expr) -> n.Chain:
     """Return `left op right` with only the parentheses that keep its meaning."""
-    level = LEVELS.get(op, 0)
+    level = PRECEDENCE.get(op, 0)
     items: tuple[n.Expr | str, ...] = (left,)
     if isinstance(left, n.Chain):
         binds = _precedence(left)
@@ -127,13 +129,13 @@ def _chain(left: n.Expr, op: str, right: n.Expr) -> n.Chain:
 
 def _precedence(chain: n.Chain) -> int:
     op = chain.items[1]
-    return LEVELS.get(op, 0) if isinstance(op, str) else 0
+    return PRECEDENCE.get(op, 0) if isinstance(op, str) else 0
 
 
 def lift(value: object, span: Span = NOWHERE) -> n.Expr:
     """Return the expression for a Python value; a text becomes a bare name where it can be one."""
-    if isinstance(value, Remembered):
-        return n.placed(value._node, span) if span else value._node
+    if isinstance(value, RecordedValue):
+        return n.with_spans(value._node, span) if span else value._node
     if isinstance(value, n.Lit):
         return value
     if isinstance(value, bool):
@@ -153,7 +155,7 @@ def lift(value: object, span: Span = NOWHERE) -> n.Expr:
     if isinstance(value, S):
         blocks = list(value.blocks) if isinstance(value.blocks, tuple) else value.blocks
         return call("S", (value.dim,), {} if blocks == 1 else {"blocks": blocks}, span)
-    if isinstance(value, Symbolic):
+    if isinstance(value, SymbolicCall):
         return call(value.name, value.args, dict(value.keywords), span)
     _refuse_value(value, span)
 
@@ -171,7 +173,7 @@ def _text(value: str, span: Span) -> n.Expr:
         return n.Name(parts, span=span)
     if '"' in value or "\n" in value:
         _refuse_value(value, span)
-    if MEASURED.fullmatch(value):
+    if QUANTITY.fullmatch(value):
         return n.Lit(value, span=span)
     return n.Lit(f'"{value}"', span=span)
 
@@ -221,7 +223,7 @@ def header(class_name: str) -> n.Header:
 def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
     """Return the call that makes a bound primitive, with the arguments that differ from the
     defaults."""
-    own = surface(type(primitive))
+    own = signature_of(type(primitive))
     args: list[object] = []
     named: dict[str, object] = {}
     in_order = True  # until a positional field is left out
@@ -241,22 +243,25 @@ def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
 
 
 QUOTED = re.compile(r"`([^`]+)`")
-OPENED = re.compile(r'step ("[^"]*") relax\(([^)]*)\) \{')
+STEP_HEAD = re.compile(r'step ("[^"]*") relax\(([^)]*)\) \{')
 LOSS = re.compile(r"add to the model file:\n +def loss\(output, batch\):\n +return (.*)")
 RELAX = re.compile(r"relax\(([^)]*)\)")
 OPTION = re.compile(r"--(knob|mesh) (.+)")
-OWN = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # text that is Python already
+PYTHON_TEXT = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # text that is Python already
 ARGUMENT = re.compile(r"\w+=[^=].*")
-DOTS, HOLE = re.compile(r"\.\.\.?"), "what_you_choose"  # `micro=...` leaves a place to fill in
+DOTS, PLACEHOLDER = (
+    re.compile(r"\.\.\.?"),
+    "what_you_choose",
+)  # `micro=...` leaves a place to fill in
 _VERIFY = '"verify"'
-CALLED = ("S", "P")  # placements: called alike in Python and in a schedule
+PLACEMENT_CALLS = ("S", "P")  # placements: called alike in Python and in a schedule
 
 
 class _NoPythonForm(Exception):
     """Raised for a statement that has no one-line counterpart in Python."""
 
 
-def spelled(text: str) -> str:
+def spell_in_python(text: str) -> str:
     """Return a help text with each schedule fragment in it replaced by the equivalent Python
     call."""
     if given := LOSS.fullmatch(text):
@@ -265,7 +270,7 @@ def spelled(text: str) -> str:
 
 
 def _spell_code(said: str) -> str:
-    if opened := OPENED.fullmatch(said):
+    if opened := STEP_HEAD.fullmatch(said):
         return f"with sch.step({opened[1]}, {_relax_argument(opened[2])}):"
     if relaxed := RELAX.fullmatch(said):
         return f"sch.step(..., {_relax_argument(relaxed[1])})"
@@ -273,7 +278,7 @@ def _spell_code(said: str) -> str:
         settings = ", ".join(option[2].split(","))
         return f"sch.{'set' if option[1] == 'knob' else 'mesh'}({settings})"
     try:
-        if OWN.search(said):
+        if PYTHON_TEXT.search(said):
             return said
         if ARGUMENT.fullmatch(said):
             given = [
@@ -282,11 +287,11 @@ def _spell_code(said: str) -> str:
                 if isinstance(row, n.Do)
                 for one in row.call.args
             ]
-            return ", ".join(_format_arguments(given)).replace(HOLE, "...")
+            return ", ".join(_format_arguments(given)).replace(PLACEHOLDER, "...")
         made = [call for item in _parse_statements(said) for call in _python_calls(item)]
     except (Refusal, _NoPythonForm, AttributeError):
         return said
-    return "; ".join(made).replace(HOLE, "...") or said
+    return "; ".join(made).replace(PLACEHOLDER, "...") or said
 
 
 def _relax_argument(names: str) -> str:
@@ -297,7 +302,7 @@ def _relax_argument(names: str) -> str:
 def _parse_statements(said: str) -> Sequence[n.Item]:
     """Parse text as the statements of a schedule; raises Refusal for anything else."""
     quoted = re.split(r'("[^"]*")', said)
-    filled = [part if part[:1] == '"' else DOTS.sub(HOLE, part) for part in quoted]
+    filled = [part if part[:1] == '"' else DOTS.sub(PLACEHOLDER, part) for part in quoted]
     return parse(Source("", f"schedule 1\n{''.join(filled)}\n")).items
 
 
@@ -347,7 +352,7 @@ def _format_argument_value(node: n.Node) -> str:
             number = re.fullmatch(r"[\d.e+-]+", text) is not None
             return constant or (text if number or text[:1] == '"' else f'"{text}"')
         case n.Name(parts):
-            plain = parts in (("R",), (HOLE,), ("True",), ("False",), ("None",))
+            plain = parts in (("R",), (PLACEHOLDER,), ("True",), ("False",), ("None",))
             return node.text if plain else f'"{node.text}"'
         case n.List(items):
             return f"[{', '.join(map(_format_argument_value, items))}]"
@@ -355,9 +360,9 @@ def _format_argument_value(node: n.Node) -> str:
             return f"({', '.join(map(_format_argument_value, items))})"
         case n.Unary("-", operand):
             return f"-{_format_argument_value(operand)}"
-        case n.Call(name) if name.text in CALLED:
+        case n.Call(name) if name.text in PLACEMENT_CALLS:
             return _call(node)
     raise _NoPythonForm
 
 
-SPELLED.append(spelled)
+HELP_SPELLERS.append(spell_in_python)

@@ -8,9 +8,9 @@ import typing
 from typing import Any, Literal
 
 from schedlang.ir import placement
-from schedlang.ir.primitive import Primitive, conflicts, registry
-from schedlang.language.kinds import MANY, REST, Axes, Axis, describe, surface
-from schedlang.language.value import shown
+from schedlang.ir.primitive import Primitive, registry, relation_of
+from schedlang.language.kinds import MANY, REST, Axes, Axis, describe, signature_of
+from schedlang.language.value import show_value
 
 SUBJECT = {
     "module": "each selected module separately",
@@ -26,9 +26,10 @@ def signature(primitive: type[Primitive]) -> str:
 
 
 def explain(primitive: type[Primitive]) -> str:
-    """Return the page: signature, documentation, arguments, example, facets and `gives_up`."""
+    """Return the page: signature, documentation, arguments, example, facets and
+    `describe_gives_up`."""
     parts = [signature(primitive), inspect.cleandoc(primitive.__doc__ or "")]
-    arguments = rows(primitive)
+    arguments = argument_rows(primitive)
     if arguments:
         width = max(len(name) for name, _ in arguments)
         parts.append(
@@ -37,17 +38,17 @@ def explain(primitive: type[Primitive]) -> str:
     parts.append(f"example   {primitive.example}")
     facts = [f"takes     {SUBJECT[primitive.takes]}"]
     facts += [f"{word:<9} {_list_names(getattr(primitive, word))}" for word in ("reads", "writes")]
-    facts.append(f"gives up  {gives_up(primitive)}")
+    facts.append(f"gives up  {describe_gives_up(primitive)}")
     facts += [f"{word:<9} {description}" for word, description in _ordering(primitive)]
     return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
 
 
-def rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
+def argument_rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
     """Return the name of each argument, and a description of its values."""
     return [_argument_row(primitive, f) for f in _arguments(primitive)]
 
 
-def gives_up(primitive: type[Primitive]) -> str:
+def describe_gives_up(primitive: type[Primitive]) -> str:
     """Describe in words the properties that the result of a primitive may differ in."""
     names: Any = inspect.getattr_static(primitive, "gives_up")
     return "depends on its arguments" if isinstance(names, property) else _list_names(names)
@@ -59,12 +60,12 @@ def to_json(primitive: type[Primitive]) -> dict[str, object]:
         "name": primitive.__name__,
         "signature": signature(primitive),
         "documentation": inspect.cleandoc(primitive.__doc__ or ""),
-        "arguments": dict(rows(primitive)),
+        "arguments": dict(argument_rows(primitive)),
         "example": primitive.example,
         "takes": primitive.takes,
         "reads": sorted(primitive.reads),
         "writes": sorted(primitive.writes),
-        "gives_up": gives_up(primitive),
+        "gives_up": describe_gives_up(primitive),
     }
 
 
@@ -79,11 +80,11 @@ def _list_names(names: Any) -> str:
 def _format_default(field: dataclasses.Field[Any]) -> str | None:
     if field.default is dataclasses.MISSING:
         return None if field.default_factory is dataclasses.MISSING else ""
-    return "none" if field.default is None else shown(field.default).strip("`")
+    return "none" if field.default is None else show_value(field.default).strip("`")
 
 
 def _format_parameter(primitive: type[Primitive], field: dataclasses.Field[Any]) -> str:
-    kind = surface(primitive).types[field.name]
+    kind = signature_of(primitive).types[field.name]
     mark = getattr(kind, "__metadata__", ("",))[0]
     if mark == REST:
         return f"name={_short_type(_element_type(kind, 1))}, ..."
@@ -116,7 +117,7 @@ def _short_type(kind: Any) -> str:
 
 
 def _argument_row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> tuple[str, str]:
-    kind = surface(primitive).types[field.name]
+    kind = signature_of(primitive).types[field.name]
     mark = getattr(kind, "__metadata__", ("",))[0]
     if mark == REST:
         return "name=", f"by the name of a tensor: {describe(_element_type(kind, 1))}"
@@ -132,7 +133,7 @@ def _argument_row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> 
 def _ordering(primitive: type[Primitive]) -> list[tuple[str, str]]:
     """Return the verbs that must stand above this one, and below this one, at the same module."""
     others = [other for other in registry().values() if other is not primitive]
-    above = [o.__name__ for o in others if conflicts(primitive, o) == "clash"]
-    below = [o.__name__ for o in others if conflicts(o, primitive) == "clash"]
+    above = [o.__name__ for o in others if relation_of(primitive, o) == "clash"]
+    below = [o.__name__ for o in others if relation_of(o, primitive) == "clash"]
     found = [("after", above), ("before", below)]
     return [(word, ", ".join(sorted(names))) for word, names in found if names]

@@ -21,7 +21,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Remarked(Node):
+class CommentedNode(Node):
     """A node with comments of its own, if it was made and not parsed.
 
     The comments of a row end its line, those of a mesh stand above it, those of a file below all.
@@ -135,7 +135,7 @@ class Path(Node):
     """A selector: transformer.h.*.mlp?:Conv1D"""
 
     segs: tuple[Seg, ...]
-    maybe: bool = False
+    optional: bool = False
     type: str | None = None
 
 
@@ -150,7 +150,7 @@ class Block(Node):
 
 
 @dataclass(frozen=True)
-class Rule(Remarked):
+class Rule(CommentedNode):
     """A row: path, path  primitive(arguments)"""
 
     paths: tuple[Path, ...]
@@ -158,7 +158,7 @@ class Rule(Remarked):
 
 
 @dataclass(frozen=True)
-class Do(Remarked):
+class Do(CommentedNode):
     """A call on the whole scope: primitive(arguments). `path` is the call's name as parsed."""
 
     path: Path
@@ -205,7 +205,7 @@ class Use(Node):
 
 
 @dataclass(frozen=True)
-class Mesh(Remarked):
+class Mesh(CommentedNode):
     """mesh(dp=_, tp=2) on machine; a file of one stands in quotes"""
 
     args: tuple[Expr | Keyword, ...]
@@ -319,7 +319,7 @@ class Comment:
 
 
 @dataclass(frozen=True)
-class File(Remarked):
+class File(CommentedNode):
     """A whole schedule; comments are part of the text, not of the tree, and are not compared."""
 
     header: Header
@@ -352,37 +352,39 @@ _TEXT_TYPES = ("str", "str | None", "tuple[str, ...]", "bool")
 _NODE_FIELDS: dict[type[Node], tuple[str, ...]] = {}  # fields that may hold nodes, last first
 
 
-def placed(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({})) -> Any:
+def with_spans(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({})) -> Any:
     """Return the same tree with all spans set to `span`.
 
     A node whose `id` is in `known` gets that span, and so do the nodes below it.
     """
     if isinstance(node, tuple):
-        return tuple(placed(item, span, known) for item in node)
+        return tuple(with_spans(item, span, known) for item in node)
     if not isinstance(node, Node):
         return node
     span = known.get(id(node), span)
     dropped = ("span", "remarks") if known else ("span",)  # the printed text has them as comments
     own = (f.name for f in fields(node) if f.name not in dropped)
-    parts = {name: placed(getattr(node, name), span, known) for name in own}
+    parts = {name: with_spans(getattr(node, name), span, known) for name in own}
     return type(node)(**parts, span=span)
 
 
-Fold: TypeAlias = Rule | At  # statements that may name one module after the other
-Family: TypeAlias = tuple[Any, int]  # a statement without one number, and the number's place
+FoldableStatement: TypeAlias = Rule | At  # statements that may name one module after the other
+StatementFamily: TypeAlias = tuple[
+    Any, int
+]  # a statement without one number, and the number's place
 
 
-def without_last(items: Sequence[Any]) -> list[Any]:
+def drop_last_row(items: Sequence[Any]) -> list[Any]:
     """Return the items without the last row; a step or scope that becomes empty is dropped too."""
     *rest, last = items or (None,)
     if isinstance(last, Step | At) and last.block.body:
-        body = without_last(last.block.body)
+        body = drop_last_row(last.block.body)
         if body:
             rest.append(replace(last, block=replace(last.block, body=tuple(body))))
     return rest
 
 
-def folded(items: Sequence[Any], same: Callable[[Sequence[Any]], bool]) -> list[Any]:
+def fold_rows(items: Sequence[Any], same: Callable[[Sequence[Any]], bool]) -> list[Any]:
     """Fold rows for `h.0` to `h.11` into one for `h[:12]`, wherever `same` returns true for the
     result.
 
@@ -393,7 +395,7 @@ def folded(items: Sequence[Any], same: Callable[[Sequence[Any]], bool]) -> list[
         if isinstance(found[place], Step | At):
             inner = _fold_body(found, place, same)
             found[place] = replace(found[place], block=replace(found[place].block, body=inner))
-    tried: set[Family] = set()
+    tried: set[StatementFamily] = set()
     while (family := next((f for f in _find_families(found) if f not in tried), None)) is not None:
         tried.add(family)
         made = _fold_family(found, family)
@@ -411,13 +413,13 @@ def _fold_body(
         inner = replace(outer, block=replace(outer.block, body=tuple(body)))
         return same([*items[:place], inner, *items[place + 1 :]])
 
-    return tuple(folded(outer.block.body, still))
+    return tuple(fold_rows(outer.block.body, still))
 
 
-def _find_families(items: Sequence[Any]) -> Iterator[Family]:
+def _find_families(items: Sequence[Any]) -> Iterator[StatementFamily]:
     """Yield the forms that at least two statements share, except for one number that rises
     evenly."""
-    seen: dict[Family, list[int]] = {}
+    seen: dict[StatementFamily, list[int]] = {}
     for item in items:
         for place, number in _find_numbers(item):
             seen.setdefault((_without_number(item, place), place), []).append(number)
@@ -436,13 +438,13 @@ def _find_numbers(item: Any) -> Iterator[tuple[int, int]]:
             yield place, int(seg.text)
 
 
-def _without_number(item: Fold, place: int) -> Fold:
+def _without_number(item: FoldableStatement, place: int) -> FoldableStatement:
     path = item.paths[0]
     segs = (*path.segs[:place], replace(path.segs[place], text=""), *path.segs[place + 1 :])
     return replace(item, paths=(replace(path, segs=segs),))
 
 
-def _fold_family(items: Sequence[Any], family: Family) -> list[Any]:
+def _fold_family(items: Sequence[Any], family: StatementFamily) -> list[Any]:
     """Replace the statements of a family by one, at the place of the first."""
     like, place = family
     mine = [

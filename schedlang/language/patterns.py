@@ -13,8 +13,8 @@ from schedlang.diagnostics.diagnostic import (
     Facts,
     Label,
     Refusal,
-    guess,
-    unknown,
+    facts_of_unknown,
+    suggest_name,
 )
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
@@ -22,7 +22,7 @@ from schedlang.language import printer
 from schedlang.language.syntax import parse
 
 # the functions of torch that a pattern may use, and the order of their positional arguments there;
-# other arguments (shapes, flags) are given by name (`NAMED`), or match anything
+# other arguments (shapes, flags) are given by name (`NAMED_ARGUMENTS`), or match anything
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -48,7 +48,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "where": ("condition", "input", "other"),
     "clamp": ("input", "min", "max"),
 }
-NAMED: Mapping[str, tuple[str, ...]] = {
+NAMED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "gelu": ("approximate",),
     "layer_norm": ("eps",),
     "rms_norm": ("eps",),
@@ -58,7 +58,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "mean": ("keepdim",),
     "sum": ("keepdim",),
 }
-COMMUTES = frozenset({"add", "mul", "maximum", "minimum"})
+COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum"})
 OPERATORS: Mapping[str, str] = {"+": "add", "-": "sub", "*": "mul", "/": "div", "@": "matmul"}
 
 
@@ -88,15 +88,15 @@ class Op:
     anything."""
 
     name: str
-    given: tuple[tuple[str, Term], ...]
+    arguments: tuple[tuple[str, Term], ...]
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(str(term) for _, term in self.given)})"
+        return f"{self.name}({', '.join(str(term) for _, term in self.arguments)})"
 
     @property
     def size(self) -> int:
         """The number of functions in the pattern."""
-        return 1 + sum(term.size for _, term in self.given if isinstance(term, Op))
+        return 1 + sum(term.size for _, term in self.arguments if isinstance(term, Op))
 
 
 Term: TypeAlias = Union[Var, Const, Op]  # noqa: UP007
@@ -112,7 +112,7 @@ class Pattern:
     text: str
 
 
-def declared(node: n.Pattern) -> Pattern:
+def pattern_of(node: n.Pattern) -> Pattern:
     """Return the pattern of a declaration; refuses S885 where the declaration is not a valid
     pattern."""
     params = tuple(p.name for p in node.params)
@@ -130,12 +130,12 @@ def declared(node: n.Pattern) -> Pattern:
     return Pattern(node.name, params, body, printer.head(node))
 
 
-def read(text: str) -> Pattern:
+def parse_pattern(text: str) -> Pattern:
     """Parse the text of a declaration into a pattern."""
-    return declared(node_of(text))
+    return pattern_of(parse_declaration(text))
 
 
-def node_of(text: str) -> n.Pattern:
+def parse_declaration(text: str) -> n.Pattern:
     """Parse the text of a declaration, with or without its keyword `pattern`, into a syntax
     node."""
     declaration = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
@@ -166,7 +166,7 @@ def _plain(text: str) -> Any:
 
 def _names(term: Term) -> set[str]:
     if isinstance(term, Op):
-        return {name for _, inner in term.given for name in _names(inner)}
+        return {name for _, inner in term.arguments for name in _names(inner)}
     return {term.name} if isinstance(term, Var) else set()
 
 
@@ -206,14 +206,14 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     name = node.name.text
     if name not in FUNCTIONS:
         title = f"the function `{name}` is not allowed in a pattern"
-        facts = unknown(name, FUNCTIONS)
-        _refuse(title, node.name, guess(name, FUNCTIONS, "it knows"), facts=facts)
+        facts = facts_of_unknown(name, FUNCTIONS)
+        _refuse(title, node.name, suggest_name(name, FUNCTIONS, "it knows"), facts=facts)
     order, given = FUNCTIONS[name], {}
     free = list(order)
     for arg in node.args:
         word = arg.name if isinstance(arg, n.Keyword) else free[0] if free else ""
-        if word not in (*order, *NAMED.get(name, ())):
-            accepted = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
+        if word not in (*order, *NAMED_ARGUMENTS.get(name, ())):
+            accepted = ", ".join((*order, *(f"{one}=" for one in NAMED_ARGUMENTS.get(name, ()))))
             _refuse(f"`{name}` takes no such argument", arg, f"it takes {accepted}")
         if word in free:
             free.remove(word)

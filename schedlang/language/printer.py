@@ -2,7 +2,7 @@
 
 * Expressions, selectors and heads of statements on one line.
 * Whole files: two spaces of indent, aligned columns for runs of rules, comments kept.
-* `standing`: a tree that was made, not read, with spans in its own canonical text.
+* `with_printed_spans`: a tree that was made, not read, with spans in its own canonical text.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def seg(node: n.Seg) -> str:
 def path(node: n.Path) -> str:
     """Print a selector."""
     kind = f":{node.type}" if node.type else ""
-    return ".".join(map(seg, node.segs)) + "?" * node.maybe + kind
+    return ".".join(map(seg, node.segs)) + "?" * node.optional + kind
 
 
 def params(given: Sequence[n.Param]) -> str:
@@ -150,7 +150,7 @@ INDENT = "  "
 
 
 @dataclass
-class Row:
+class OutputLine:
     """One line of output; `right` is set for a rule: the column that is aligned within a run of
     rules."""
 
@@ -160,29 +160,29 @@ class Row:
     comment: str | None = None
 
     @property
-    def shown(self) -> str:
+    def statement(self) -> str:
         """The statement of the line: for a rule, the call after its paths."""
         return self.left if self.right is None else self.right
 
-    def begins(self, line: str) -> int:
+    def start_column(self, line: str) -> int:
         """Return the column, from 1, at which the statement begins in the printed line `line`."""
         before = len(INDENT) * self.depth + len(self.left) * (self.right is not None)
-        return line.index(self.shown, before) + 1
+        return line.index(self.statement, before) + 1
 
     @property
-    def opens(self) -> bool:
+    def opens_block(self) -> bool:
         """Whether the line opens a block."""
         return self.left.endswith("{") and not self.left.startswith("#")
 
 
-def lay_out(rows: list[Row]) -> str:
+def format_lines(rows: list[OutputLine]) -> str:
     """Return the text of all rows, each line ended."""
     return "".join(line.rstrip() + "\n" for run in _rule_runs(rows) for line in _align_run(run))
 
 
-def _rule_runs(rows: list[Row]) -> Iterator[list[Row]]:
+def _rule_runs(rows: list[OutputLine]) -> Iterator[list[OutputLine]]:
     """Yield maximal runs of rules at one depth; every other row is a run of its own."""
-    run: list[Row] = []
+    run: list[OutputLine] = []
     for row in rows:
         together = run and row.right is not None and run[-1].right is not None
         if together and row.depth == run[-1].depth:
@@ -195,7 +195,7 @@ def _rule_runs(rows: list[Row]) -> Iterator[list[Row]]:
         yield run
 
 
-def _align_run(run: list[Row]) -> list[str]:
+def _align_run(run: list[OutputLine]) -> list[str]:
     width = max(len(row.left) for row in run)
     texts = []
     for row in run:
@@ -219,22 +219,25 @@ def to_text(file: n.File) -> str:
     return Printer(file).print()
 
 
-def standing(file: n.File, name: str) -> n.File:
+def with_printed_spans(file: n.File, name: str) -> n.File:
     """Print a tree, and return it with spans in its printed text, a source named `name`."""
     printer = Printer(file)
     source = Source(name, printer.print())
     lines = {id(row): k for k, row in enumerate(printer.rows, 1)}
 
-    def span(first: Row, last: Row) -> Span:
+    def span(first: OutputLine, last: OutputLine) -> Span:
         start, end = lines[id(first)], lines[id(last)]
-        columns = first.begins(source.line(start)), last.begins(source.line(end)) + len(last.shown)
+        columns = (
+            first.start_column(source.line(start)),
+            last.start_column(source.line(end)) + len(last.statement),
+        )
         return Span(source, start, columns[0], end, columns[1])
 
     known = {node: span(*rows) for node, rows in printer.places.items()}
     texts = ((row.comment or row.left, row) for row in printer.rows)
     comments = (n.Comment(text, span(row, row)) for text, row in texts if text.startswith("#"))
     whole = Span(source, 1, 1, len(source.lines), 1)
-    placed: n.File = n.placed(file, whole, known)
+    placed: n.File = n.with_spans(file, whole, known)
     return replace(placed, comments=tuple(comments))
 
 
@@ -244,11 +247,13 @@ class Printer:
 
     def __init__(self, file: n.File) -> None:
         self.file = file
-        self.rows: list[Row] = []
+        self.rows: list[OutputLine] = []
         self.comments = list(file.comments)
         self.depth = 0
         self.last = 0  # the line of the original that was printed last; 0 for none
-        self.places: dict[int, tuple[Row, Row]] = {}  # the first and last row of statements, blocks
+        self.places: dict[
+            int, tuple[OutputLine, OutputLine]
+        ] = {}  # the first and last row of statements, blocks
 
     def print(self) -> str:
         """Print the whole file."""
@@ -265,7 +270,7 @@ class Printer:
         self._put_comments_before(10**9)
         for text in ("", *self.file.remarks) if self.file.remarks else ():
             self._put(text)
-        return lay_out(self.rows)
+        return format_lines(self.rows)
 
     # ---- lines of the original ----------------------------------------------------------
 
@@ -277,13 +282,15 @@ class Printer:
         return node.span.end_line if node.span.source is self.file.span.source else 0
 
     def _put(self, left: str, right: str | None = None) -> None:
-        self.rows.append(Row(self.depth, left, right))
+        self.rows.append(OutputLine(self.depth, left, right))
 
     def _keep_blank_line(self, line: int) -> bool:
         """Keep one of the author's blank lines, unless it stands directly inside a brace."""
-        kept = bool(self.last and line > self.last + 1 and self.rows and not self.rows[-1].opens)
+        kept = bool(
+            self.last and line > self.last + 1 and self.rows and not self.rows[-1].opens_block
+        )
         if kept:
-            self.rows.append(Row(0, ""))
+            self.rows.append(OutputLine(0, ""))
         self.last = line
         return kept
 
@@ -309,7 +316,7 @@ class Printer:
             self.last = line
             apart = apart and not blank
         if apart and self.rows:
-            self.rows.insert(start, Row(0, ""))
+            self.rows.insert(start, OutputLine(0, ""))
 
     def _head_end(self, node: n.Node) -> int:
         """Return the first line whose comments do not belong above the node."""

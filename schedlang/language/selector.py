@@ -14,17 +14,32 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
-from schedlang.ir.model import titled
+from schedlang.diagnostics.diagnostic import (
+    Label,
+    Refusal,
+    facts_of_unknown,
+    find_closest,
+    quote_names,
+)
+from schedlang.ir.model import quote_module
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, evaluate, reached, shown
+from schedlang.language.value import (
+    UNKNOWN,
+    MissingAttribute,
+    Names,
+    Symbol,
+    evaluate,
+    read_plain_value,
+    show_value,
+    unknown_words,
+)
 
-SEEN = ("params", "dtype", "fqn", "index")  # names that a `where` finds at every module
+WHERE_NAMES = ("params", "dtype", "fqn", "index")  # names that a `where` finds at every module
 
 
-class Typed(Protocol):
+class TypedParameter(Protocol):
     """A parameter, as far as a `where` condition reads it."""
 
     @property
@@ -50,11 +65,11 @@ class Tree(Protocol):
     def numel(self, fqn: str) -> int:
         """Return the number of elements of the parameters of a module and of its children."""
 
-    def below(self, fqn: str) -> Sequence[Typed]:
+    def parameters_below(self, fqn: str) -> Sequence[TypedParameter]:
         """Return the parameters of a module and of its children."""
 
 
-class Found(NamedTuple):
+class MatchedModules(NamedTuple):
     """Modules matched below one outer match `root`; `after_globstar`: the path has passed a
     `**`."""
 
@@ -113,13 +128,13 @@ class Selector:
         return self._selected[key]
 
     def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
-        groups = [Found(root, (root,)) for root in roots]
+        groups = [MatchedModules(root, (root,)) for root in roots]
         for seg in path.segs:
             named = self._match_below(seg, groups)
             if named and seg is path.segs[-1] and not seg.index and not path.type:
                 return self.sort(fqn for _, names in named for fqn in names)
-            found = [Found(root, (fqn,)) for root, names in named for fqn in names]
-            groups = found or self._match_each_group(seg, groups, path.maybe)
+            found = [MatchedModules(root, (fqn,)) for root, names in named for fqn in names]
+            groups = found or self._match_each_group(seg, groups, path.optional)
             if seg.index:
                 groups = [self._index(seg, group, names) for group in groups]
         if path.type:
@@ -128,7 +143,9 @@ class Selector:
             )
         return self.sort(m for group in groups for m in group.modules)
 
-    def _match_below(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
+    def _match_below(
+        self, seg: n.Seg, groups: Sequence[MatchedModules]
+    ) -> list[tuple[str, list[str]]]:
         """Match one segment below all groups: the child names of each module, with the group's
         root.
 
@@ -152,18 +169,20 @@ class Selector:
                 found.append((group.root, [prefix + name for name in names]))
         return found
 
-    def _match_each_group(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
+    def _match_each_group(
+        self, seg: n.Seg, groups: Sequence[MatchedModules], maybe: bool
+    ) -> list[MatchedModules]:
         """Match one segment below each group, module by module."""
         looked = [m for group in groups for m in group.modules]
         return [new for group in groups for new in self._match_group(seg, group, looked, maybe)]
 
     def _match_group(
-        self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool
-    ) -> list[Found]:
+        self, seg: n.Seg, group: MatchedModules, looked: Sequence[str], maybe: bool
+    ) -> list[MatchedModules]:
         """Match one segment below one group; with `maybe` the segment may match nothing."""
         if seg.text == "**":
             below = self.sort(d for m in group.modules for d in self.descend(m))
-            return [Found(group.root, below, after_globstar=True)]
+            return [MatchedModules(group.root, below, after_globstar=True)]
         found: list[str] = []
         for wanted in _expand_alternatives(seg.text):
             hits = [_join(m, c) for m in group.modules for c in self._children(m, wanted, seg)]
@@ -171,8 +190,8 @@ class Selector:
                 self._refuse_no_match(seg, wanted, group, looked)
             found += hits
         if group.after_globstar:
-            return [Found(group.root, self.sort(found), after_globstar=True)]
-        return [Found(group.root, (fqn,)) for fqn in self.sort(found)]
+            return [MatchedModules(group.root, self.sort(found), after_globstar=True)]
+        return [MatchedModules(group.root, (fqn,)) for fqn in self.sort(found)]
 
     def _children(self, fqn: str, wanted: str, seg: n.Seg) -> list[str]:
         there = self.tree.children(fqn)
@@ -186,12 +205,12 @@ class Selector:
         there = self.tree.children(fqn)
         if not -len(there) <= index < len(there):
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
-            label = Label(seg.span, f"{titled(fqn)} has {count}")
+            label = Label(seg.span, f"{quote_module(fqn)} has {count}")
             helps = ("count from the end: the last is `-1`",) if there else ()
             raise Refusal.of("S202", f"index {index} is out of range", label, helps=helps)
         return there[index]
 
-    def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
+    def _index(self, seg: n.Seg, group: MatchedModules, names: Names) -> MatchedModules:
         """Pick children by [3], [-1], [0:12], [::2] or [:ckpt]."""
         picked: list[str] = []
         for fqn in group.modules:
@@ -205,43 +224,43 @@ class Selector:
                     picked += [
                         _join(fqn, name) for name in _slice_children(there, item, seg, names, fqn)
                     ]
-        return Found(group.root, self.sort(picked), group.after_globstar)
+        return MatchedModules(group.root, self.sort(picked), group.after_globstar)
 
     def _filter_by_type(self, path: n.Path, found: tuple[str, ...]) -> tuple[str, ...]:
         kept = tuple(fqn for fqn in found if path.type in self.tree.class_names(fqn))
-        if kept or path.maybe or not found:
+        if kept or path.optional or not found:
             return kept
         assert path.type is not None
         there = sorted({self.tree.class_names(fqn)[0] for fqn in found})
-        near = closest(path.type, there)
-        help_ = f"did you mean `:{near}`?" if near else f"the types there are {quoted(there)}"
+        near = find_closest(path.type, there)
+        help_ = f"did you mean `:{near}`?" if near else f"the types there are {quote_names(there)}"
         count = f"selects {len(found)} modules, none" if len(found) > 1 else "selects 1 module, not"
         label = Label(path.span, f"{count} of this type")
         title = f"no selected module is a `{path.type}`"
-        facts = unknown(path.type, there)
+        facts = facts_of_unknown(path.type, there)
         raise Refusal.of("S203", title, label, helps=(help_,), facts=facts)
 
     def _refuse_no_match(
-        self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]
+        self, seg: n.Seg, wanted: str, group: MatchedModules, looked: Sequence[str]
     ) -> NoReturn:
         children = sorted({name for m in group.modules for name in self.tree.children(m)})
-        where = titled(group.modules[0])
+        where = quote_module(group.modules[0])
         says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
         notes: tuple[str, ...] = ()
         if len(looked) > 1:
-            ends = f"{titled(looked[0])} to {titled(looked[-1])}"
+            ends = f"{quote_module(looked[0])} to {quote_module(looked[-1])}"
             notes = (f"searched {len(looked)} modules, {ends}",)
             having = [m for m in looked if self._has_child(m, wanted)]
             if having:
                 notes += (
                     f"{len(having)} of them have one; end the path in `?` to select only those",
                 )
-        near = closest(wanted, children)
+        near = find_closest(wanted, children)
         helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
         if not near and children:
-            helps = (f"its children are {quoted(children)}",)
+            helps = (f"its children are {quote_names(children)}",)
         label = Label(seg.span, says)
-        facts, title = unknown(wanted, children), "selector matches no module"
+        facts, title = facts_of_unknown(wanted, children), "selector matches no module"
         raise Refusal.of("S201", title, label, (), notes, helps, facts=facts)
 
     def _has_child(self, fqn: str, wanted: str) -> bool:
@@ -249,7 +268,7 @@ class Selector:
 
     # ---- at ... where ... except ... ------------------------------------------------------
 
-    def scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+    def select_scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         """Return the modules of an `at`; refuses S207 where `where` or `except` leave no module."""
         found = self.sort(m for path in at.paths for m in self.select(path, roots, names))
         if not found:
@@ -276,24 +295,24 @@ class Selector:
         kept, lacking = [], []
         for index, fqn in enumerate(found):
             try:
-                holds = evaluate(test, replace(names, here=self._names_at(fqn, index)))
-            except Missing as missing:
+                holds = evaluate(test, replace(names, module_lookup=self._names_at(fqn, index)))
+            except MissingAttribute as missing:
                 lacking.append(str(missing))
                 continue
             if not isinstance(holds, bool) and holds is not UNKNOWN:
-                label = Label(test.span, f"this is {shown(holds)}")
+                label = Label(test.span, f"this is {show_value(holds)}")
                 title = "`where` needs a condition: true or false"
-                raise Refusal.of("S304", title, label, facts=bare(holds))
+                raise Refusal.of("S304", title, label, facts=unknown_words(holds))
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
             label = Label(test.span, f"in `{printer.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
             own = self.tree.attributes(found[0])
-            helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)
-            if near := closest(lacking[0], [*SEEN, *own]):
+            helps: tuple[str, ...] = (f"every module has {quote_names(WHERE_NAMES)}",)
+            if near := find_closest(lacking[0], [*WHERE_NAMES, *own]):
                 helps = (f"did you mean `{near}`?", *helps)
-            facts = unknown(lacking[0], [*SEEN, *own])
+            facts = facts_of_unknown(lacking[0], [*WHERE_NAMES, *own])
             raise Refusal.of("S208", title, label, helps=helps, facts=facts)
         return tuple(kept)
 
@@ -303,9 +322,9 @@ class Selector:
             values: dict[str, None] = {}
             for index, fqn in enumerate(found):
                 with suppress(AttributeError):
-                    values[shown(self._names_at(fqn, index)(word))] = None
+                    values[show_value(self._names_at(fqn, index)(word))] = None
             known = list(values)
-            if known and word not in names.known():
+            if known and word not in names.known_names():
                 more = f" and {len(known) - 4} more" if len(known) > 4 else ""
                 yield f"`{word}` is {', '.join(known[:4])}{more}"
 
@@ -320,17 +339,17 @@ class Selector:
             if name == "params":
                 return self.tree.numel(fqn)
             if name == "dtype":
-                kinds = {p.dtype for p in self.tree.below(fqn)}
+                kinds = {p.dtype for p in self.tree.parameters_below(fqn)}
                 return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
             first, *path = name.split(".")
             if first.startswith("_"):
                 raise AttributeError(name)
-            return reached(self.tree.attribute(fqn, first), path)
+            return read_plain_value(self.tree.attribute(fqn, first), path)
 
         return here
 
 
-def _group_by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
+def _group_by_root(groups: Sequence[MatchedModules]) -> Iterator[tuple[str, ...]]:
     """Yield the modules found below each root."""
     for root in dict.fromkeys(group.root for group in groups):
         yield tuple(m for group in groups if group.root == root for m in group.modules)
@@ -341,7 +360,9 @@ def _join(fqn: str, name: str) -> str:
 
 
 def _describe_count(found: Sequence[str]) -> str:
-    return f"selects {len(found)} modules" if len(found) > 1 else f"selects {titled(found[0])}"
+    return (
+        f"selects {len(found)} modules" if len(found) > 1 else f"selects {quote_module(found[0])}"
+    )
 
 
 @lru_cache
@@ -398,14 +419,14 @@ def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
     if value is UNKNOWN:
         return 0
     if type(value) is Symbol:
-        known = names.known()
-        near = closest(text, known)
+        known = names.known_names()
+        near = find_closest(text, known)
         helps = (f"did you mean `{near}`?",) if near else ()
         title = f"unknown name `{text}`"
         label = Label(seg.span, "used as an index")
-        raise Refusal.of("S210", title, label, helps=helps, facts=unknown(text, known))
+        raise Refusal.of("S210", title, label, helps=helps, facts=facts_of_unknown(text, known))
     if isinstance(value, bool) or not isinstance(value, int):
-        label = Label(seg.span, f"`{text}` is {shown(value)}")
+        label = Label(seg.span, f"`{text}` is {show_value(value)}")
         raise Refusal.of("S304", "an index must be an integer", label)
     return int(value)
 
@@ -423,7 +444,7 @@ def _slice_children(
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
-        label = Label(seg.span, f"{titled(fqn)} has {len(there)} children")
+        label = Label(seg.span, f"{quote_module(fqn)} has {len(there)} children")
         helps = ("the end is not included: `[0:2]` selects two modules",)
         raise Refusal.of("S202", "this slice is empty", label, helps=helps)
     return picked

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.other_systems import ARGUMENTS, Other, Table
+from schedlang.diagnostics.other_systems import ARGUMENTS, Replacement, Table
 from schedlang.diagnostics.source import Span
-from schedlang.language.kinds import Argument, Binder, Surface, words_of
+from schedlang.language.kinds import Argument, Binder, CallSignature, words_of
 from schedlang.language.nodes import Call, Expr, Keyword
 from schedlang.language.syntax import parse_expr
 from schedlang.language.value import (
@@ -24,37 +24,37 @@ from schedlang.language.value import (
     Names,
     Seconds,
     Symbol,
-    Symbolic,
+    SymbolicCall,
     evaluate,
 )
-from schedlang.pipeline.schedules import meant
+from schedlang.pipeline.schedules import guess_order
 
 
 @dataclass
-class Mended:
+class CorrectedCall:
     """A corrected call: its arguments, the reasons, and rows to add beside the call or to use
     instead."""
 
     arguments: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
-    instead: list[str] = field(default_factory=list)
+    extra_rows: list[str] = field(default_factory=list)
+    replacement_rows: list[str] = field(default_factory=list)
     why: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by the position of an argument
-    beneath: set[str] = field(default_factory=set)  # arguments that one of the same name replaces
+    defaults: set[str] = field(default_factory=set)  # arguments that one of the same name replaces
 
-    def take(self, parts: Sequence[str], value: str) -> None:
+    def add_argument(self, parts: Sequence[str], value: str) -> None:
         """Add the arguments `parts` that stand for one of another system, with its value for `{}`.
 
         An argument without `{}` is only a default: another of the same name replaces it.
         """
         main = next((one for one in parts if "{}" in one), parts[0])
-        self.beneath |= {one for one in parts if one != main}
+        self.defaults |= {one for one in parts if one != main}
         self.arguments += [one.replace("{}", value) for one in parts]
 
     def helps(self, verb: str) -> tuple[str, ...]:
         """Return the help texts: what to write, ready to paste."""
-        if self.instead:
-            return tuple(f"its row here is `{row}`" for row in self.instead)
-        rows = dict.fromkeys(self.beside)
+        if self.replacement_rows:
+            return tuple(f"its row here is `{row}`" for row in self.replacement_rows)
+        rows = dict.fromkeys(self.extra_rows)
         beside = [f"and a separate row below: `{row}`" for row in rows]
         return (f"write `{self.call(verb)}`", *beside)
 
@@ -63,13 +63,13 @@ class Mended:
         by_name: dict[str, str] = {}
         for one in self.arguments:
             name = one.partition("=")[0]
-            if name not in by_name or one not in self.beneath:
+            if name not in by_name or one not in self.defaults:
                 by_name[name] = one
         return f"{verb}({', '.join(sorted(by_name.values(), key=lambda one: '=' in one))})"
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArgument:
     """One argument of a call, to be translated.
 
     `name` is its field's name, `named` whether the name was written, `words` the words that the
@@ -82,13 +82,15 @@ class Given:
     words: tuple[str, ...] = ()
 
 
-def mended(verb: str, given: Sequence[Given], keywords: Sequence[str]) -> Mended | None:
+def correct_call(
+    verb: str, given: Sequence[CallArgument], keywords: Sequence[str]
+) -> CorrectedCall | None:
     """Translate a call into words of this language; None where no argument is a known foreign word.
 
     `keywords` are the arguments that the verb accepts.
     """
     table = ARGUMENTS.get(verb, {})
-    found = Mended()
+    found = CorrectedCall()
     for place, one in enumerate(given):
         if UNKNOWN in _flatten(one.value):
             return None
@@ -101,81 +103,85 @@ def mended(verb: str, given: Sequence[Given], keywords: Sequence[str]) -> Mended
 class _ArgumentTranslator:
     """Looks up arguments in the table of foreign words, one by one."""
 
-    def __init__(self, table: Table, keywords: frozenset[str], into: Mended) -> None:
+    def __init__(self, table: Table, keywords: frozenset[str], into: CorrectedCall) -> None:
         self.table, self.keywords, self.into = table, keywords, into
         self.why: list[str] = []
 
-    def put(self, one: Given) -> bool:
+    def put(self, one: CallArgument) -> bool:
         """Add an argument in this language's words; return whether that differs from the given
         argument."""
-        if isinstance(one.value, Symbolic):
+        if isinstance(one.value, SymbolicCall):
             return self._put_call(one, one.value)
         if isinstance(one.value, tuple):
             return self._put_list(one, one.value)
         other = self._find_entry(one.name, one.value)
         if other is None:
-            text = written(one.value)
+            text = format_argument(one.value)
             self.into.arguments.append(f"{one.name}={text}" if one.named else text)
             return False
         self._add_reasons(other, one.value)
-        if other.here:
-            bare = "=" in other.here or not one.named or one.name not in self.keywords
-            parts = other.here.split(", ") if bare else [f"{one.name}={other.here}"]
-            self.into.take(parts, written(one.value))
+        if other.argument:
+            bare = "=" in other.argument or not one.named or one.name not in self.keywords
+            parts = other.argument.split(", ") if bare else [f"{one.name}={other.argument}"]
+            self.into.add_argument(parts, format_argument(one.value))
         return True
 
-    def _find_entry(self, name: str, value: object) -> Other | None:
+    def _find_entry(self, name: str, value: object) -> Replacement | None:
         """Return the table's entry for a word, or for an argument that this verb does not accept;
         else None."""
-        word = written(value)
+        word = format_argument(value)
         found = self.table.get(f"{name}={word}")
         if found is not None or name in self.keywords:
             return found
         if name:
             return self.table.get(name)
         found = self.table.get(word)  # an entry that drops its argument may also match a bare word
-        return found if found is not None and found.here == "" else self.table.get("=")
+        return found if found is not None and found.argument == "" else self.table.get("=")
 
-    def _add_reasons(self, other: Other, value: object) -> None:
-        word = written(value).strip('"')
+    def _add_reasons(self, other: Replacement, value: object) -> None:
+        word = format_argument(value).strip('"')
         row = other.row
         if 'order="{}"' in row:
-            row = row.replace("{}", meant(word) or "1F1B")
+            row = row.replace("{}", guess_order(word) or "1F1B")
         row = row.replace("{}", word)
         self.why += [other.why] if other.why else []
-        where = self.into.instead if other.here is None else self.into.beside
+        where = self.into.replacement_rows if other.argument is None else self.into.extra_rows
         where += [row] if row else []
 
-    def _put_list(self, one: Given, items: tuple[Any, ...]) -> bool:
+    def _put_list(self, one: CallArgument, items: tuple[Any, ...]) -> bool:
         """Add a list, its words translated one by one."""
         if isinstance(items[0] if items else None, AxisSize):
-            self.into.arguments.append(f"{one.name}={written(items)}")
+            self.into.arguments.append(f"{one.name}={format_argument(items)}")
             return False
-        others = [self.table.get(f"{one.name}={written(item)}") for item in items]
+        others = [self.table.get(f"{one.name}={format_argument(item)}") for item in items]
         for other, item in zip(others, items):
             if other is not None:
                 self._add_reasons(other, item)
-        texts = [o.here if o else written(item) for o, item in zip(others, items)]
+        texts = [o.argument if o else format_argument(item) for o, item in zip(others, items)]
         inside = ", ".join(dict.fromkeys(text for text in texts if text))
         name = f"{one.name}=" if one.named else ""
         self.into.arguments.append(f"{name}[{inside}]")
         return any(others)
 
-    def _put_call(self, one: Given, call: Symbolic) -> bool:
+    def _put_call(self, one: CallArgument, call: SymbolicCall) -> bool:
         """Add a word with options in parentheses, `ring(layout=striped)`, as arguments beside each
         other."""
         word = Symbol(call.name)
         if not one.name and call.name in self.keywords and f"={word}" not in self.table:
-            return self.put(Given(call.name, call.args[0], True)) or True if call.args else False
+            return (
+                self.put(CallArgument(call.name, call.args[0], True)) or True
+                if call.args
+                else False
+            )
         if word not in one.words and self._find_entry(one.name, word) is None:
             return False
-        self.put(Given(one.name, word, one.named))
+        self.put(CallArgument(one.name, word, one.named))
         for value in call.args:
             if self._find_entry("", value) not in (None, self.table.get("=")):
-                self.put(Given("", value, False))
+                self.put(CallArgument("", value, False))
         for name, value in call.keywords:
             if name in self.keywords or self._find_entry(name, value) is not None:
-                self.put(Given(name, value, True))
+                self.put(CallArgument(name, value, True))
         return True
 
 
@@ -185,11 +191,11 @@ def _flatten(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple):
         for item in value:
             yield from _flatten(item)
-    elif isinstance(value, Symbolic):
+    elif isinstance(value, SymbolicCall):
         yield from _flatten((*value.args, *(item for _, item in value.keywords)))
 
 
-def written(value: Any) -> str:
+def format_argument(value: Any) -> str:
     """Format a value as a row has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -198,7 +204,9 @@ def written(value: Any) -> str:
     if isinstance(value, tuple):
         axes = len(value) > 1 and isinstance(value[0], AxisSize)
         return (
-            f"({', '.join(map(written, value))})" if axes else f"[{', '.join(map(written, value))}]"
+            f"({', '.join(map(format_argument, value))})"
+            if axes
+            else f"[{', '.join(map(format_argument, value))}]"
         )
     if isinstance(value, Bytes | Seconds):
         return _format_amount(value)
@@ -215,28 +223,30 @@ def _format_amount(value: Bytes | Seconds) -> str:
     return f"{value / size:g}{unit}"
 
 
-OVER = re.compile(r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)")  # the axes that a call names
+AXES_IN_CALL = re.compile(
+    r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)"
+)  # the axes that a call names
 
 
-def in_our_words(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnostic]:
+def suggest_call(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnostic]:
     """Return the problems of a call; for foreign words, with the whole call in this language's
     words.
 
     If the corrected call would be refused too, the primitive's example is offered instead.
     """
     surface, example = binder.surface, binder.primitive.example
-    found = mended(binder.name, _call_arguments(surface, arguments), surface.keywords)
+    found = correct_call(binder.name, _call_arguments(surface, arguments), surface.keywords)
     if found is None:
         return binder.problems
     present = {text.partition("=")[0] for text in found.arguments} | set(binder.bound)
     found.arguments += _missing_arguments(surface.required, present, example)
-    wrong = None if found.instead else _objections(binder, found.call(binder.name))
+    wrong = None if found.replacement_rows else _objections(binder, found.call(binder.name))
     helps = found.helps(binder.name) if wrong is None else (f"for example `{example}`",)
     why: dict[Span, tuple[str, ...]] = {
         binder.span: ()
     }  # the corrected call also has the missing arguments
     for place, notes in found.why.items():
-        why |= dict.fromkeys((arguments[place].span, arguments[place].inner), notes)
+        why |= dict.fromkeys((arguments[place].span, arguments[place].value_span), notes)
     return [
         replace(one, notes=(*why[one.primary.span], *(wrong or ())), helps=helps)
         if one.primary.span in why
@@ -245,14 +255,14 @@ def in_our_words(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
     ]
 
 
-def _call_arguments(surface: Surface, arguments: Sequence[Argument]) -> list[Given]:
+def _call_arguments(surface: CallSignature, arguments: Sequence[Argument]) -> list[CallArgument]:
     """Return the arguments by name; a positional argument has the name of its field."""
     free = list(surface.positional)
     found = []
     for one in arguments:
         name = one.name or surface.many or (free.pop(0) if free else "")
         words = words_of(surface.types.get(name))
-        found.append(Given(name, one.value, one.name is not None, words))
+        found.append(CallArgument(name, one.value, one.name is not None, words))
     return found
 
 
@@ -269,7 +279,7 @@ def _objections(binder: Binder, call: str) -> tuple[str, ...] | None:
     Empty for a call that does not bind: binding has messages of its own.
     """
     axes = {**binder.axes}
-    for names in OVER.findall(call):
+    for names in AXES_IN_CALL.findall(call):
         axes |= {name: 2 for name in re.findall(r"\w+", names) if name not in axes}
     try:
         made = parse_expr(call, binder.span)
@@ -278,10 +288,10 @@ def _objections(binder: Binder, call: str) -> tuple[str, ...] | None:
     except Refusal:
         return ()
     other = Binder(binder.primitive, binder.surface, binder.span, axes)
-    if not other.fits(given):
+    if not other.bind_arguments(given):
         return ()
     try:
-        other.made().agree(axes)
+        other.build().agree(axes)
     except Refusal as refusal:
         diagnostic = refusal.diagnostic
         return (f"`{call}` would be refused: {diagnostic.title}", *diagnostic.helps)

@@ -16,24 +16,30 @@ from typing import Any
 from lark import Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, unknown
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    facts_of_unknown,
+    find_closest,
+)
 from schedlang.diagnostics.other_systems import VERBS
-from schedlang.diagnostics.source import Source, Span, bytes_of
+from schedlang.diagnostics.source import Source, Span, read_bytes
+from schedlang.garbage_collection import without_collector
 from schedlang.language import grammar
 from schedlang.language import nodes as n
 from schedlang.language.grammar import (
     CLOSES,
-    DEEPEST,
+    MAX_DEPTH,
     OPENS,
     TooDeep,
     TreeMaker,
-    misfit,
+    edition_mismatch,
     parser,
     span_of,
 )
-from schedlang.uncollected import uncollected
 
-LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
+MAX_BYTES = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
 
@@ -48,19 +54,19 @@ def comments(source: Source) -> tuple[n.Comment, ...]:
     return tuple(found)
 
 
-@uncollected()
+@without_collector()
 def _parse_tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
     maker = TreeMaker(source)
     try:
         return maker.transform(parser().parse(source.text, start=start)), maker.problems
     except UnexpectedInput as mistake:
-        raise Refusal(explain(source, mistake)) from None
+        raise Refusal(explain_error(source, mistake)) from None
     except TooDeep as deep:
-        label = Label(span_of(source, deep.token), f"{deep.nested} may be nested {DEEPEST} deep")
+        label = Label(span_of(source, deep.token), f"{deep.nested} may be nested {MAX_DEPTH} deep")
         raise Refusal.of("S004", "this is nested too deep", label) from None
 
 
-def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
+def parse_with_problems(source: Source) -> tuple[n.File, list[Diagnostic]]:
     """Parse a text; return its tree and the problems of form that the grammar does not exclude.
 
     The problems: S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word
@@ -68,12 +74,12 @@ def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
     """
     file, problems = _parse_tree(source, "start")
     if file.header.version != str(grammar.EDITION):
-        problems.append(misfit(file.header.version, file.header.span))
+        problems.append(edition_mismatch(file.header.version, file.header.span))
     for node in n.walk(file):
         bound: Iterable[str] = ()  # the names that the node binds
         if isinstance(node, n.Do):
             problems += _missing_primitive(node)
-        elif isinstance(node, NAMED):
+        elif isinstance(node, BINDING_NODES):
             bound = (node.name,)
         elif isinstance(node, n.Use) and node.alias:
             bound = (node.alias,)
@@ -87,7 +93,7 @@ def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
 
 def parse(source: Source) -> n.File:
     """Parse a schedule; refuses S001 to S007."""
-    file, problems = tree(source)
+    file, problems = parse_with_problems(source)
     if problems:
         raise Refusal(*problems)
     return file
@@ -118,10 +124,10 @@ def _parse_fragment(text: str, span: Span, start: str, kind: type) -> Any:
     if problems:
         raise Refusal(*problems)
     assert isinstance(made, kind)
-    return n.placed(made, span)
+    return n.with_spans(made, span)
 
 
-def given(schedule: str | os.PathLike[str]) -> Source:
+def source_of(schedule: str | os.PathLike[str]) -> Source:
     """Return the source of a schedule argument: a text of several lines, or the path of a file."""
     text = str(schedule)
     return Source("schedule", text) if "\n" in text else read(text)
@@ -131,7 +137,7 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
     """Read a schedule file; refuses S000 a file that is not readable UTF-8 text."""
     shown = name or str(path)
     try:
-        raw = bytes_of(path, LARGEST)
+        raw = read_bytes(path, MAX_BYTES)
     except OSError as error:
         why = error.strerror or str(error)
         why = why[:1].lower() + why[1:]
@@ -139,7 +145,10 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         with suppress(OSError):  # the folder may be unreadable, too
             there = {each.name for each in FilePath(path).parent.glob("*.sched")}
         others = there - {FilePath(path).name}
-        near, facts = closest(FilePath(path).name, others), unknown(FilePath(path).name, others)
+        near, facts = (
+            find_closest(FilePath(path).name, others),
+            facts_of_unknown(FilePath(path).name, others),
+        )
         helps = (
             (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
         )
@@ -175,14 +184,14 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
     *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
     *("or", "and", "not", "true", "false"),
 }
-NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that bind their name
+BINDING_NODES = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that bind their name
 RESERVED = KEYWORDS | {"model", "_"}
-IN_PYTHON = (
+PYTHON_HELPS = (
     "this is Python; a schedule is another file: `schedlang init model.py --mesh tp=2` writes one",
     "check a program of your own: `schedlang verify original.py --against program.py`",
 )
 CLOSING = {"(": ")", "[": "]", "{": "}"}
-WORDS = {
+TOKEN_NAMES = {
     "LPAR": "`(`",
     "RPAR": "`)`",
     "LBRACE": "`{`",
@@ -205,7 +214,7 @@ WORDS = {
 }
 
 
-def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
+def explain_error(source: Source, mistake: UnexpectedInput) -> Diagnostic:
     """Return the diagnostic for text that could not be parsed."""
     if not isinstance(mistake, UnexpectedToken):
         return _explain_character(source, mistake.line, mistake.column)
@@ -285,7 +294,7 @@ def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diag
         help_ = misspelt or f"add a primitive: `{row}  checkpoint()`"
         title = f"expected `(`, `.` or `:`, found {shown}"
         return Diagnostic("S003", title, Label(place, "the primitive is missing"), helps=(help_,))
-    expected = [WORDS[name] for name in WORDS if name in accepts]
+    expected = [TOKEN_NAMES[name] for name in TOKEN_NAMES if name in accepts]
     if "AT" in accepts:
         expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
     elif "QUANTITY" in accepts:
@@ -299,7 +308,7 @@ def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diag
         helps = [f"`{first}` must stand outside of steps and blocks"]
     if "SCHEDULE" in accepts:
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
-        helps = list(IN_PYTHON) if source.name.endswith(".py") else helps
+        helps = list(PYTHON_HELPS) if source.name.endswith(".py") else helps
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
     suggestions = (
@@ -339,7 +348,7 @@ def _suggest_keyword(line: str) -> str | None:
     first = re.match(r"\s*([A-Za-z]+)", line)
     if not first or first[1] in KEYWORDS:
         return None
-    near = closest(first[1], DECLARATIONS + STATEMENTS)
+    near = find_closest(first[1], DECLARATIONS + STATEMENTS)
     return f"did you mean `{near}`?" if near else None
 
 
@@ -371,7 +380,7 @@ def _missing_primitive(do: n.Do) -> Iterator[Diagnostic]:
         title = "a selector and its primitive are separated by a space"
         help_ = f"write `{left}  {path.type}(...)`"
         yield Diagnostic("S004", title, label, helps=(help_,))
-    elif path.maybe or any(seg.index or not seg.text.isidentifier() for seg in path.segs):
+    elif path.optional or any(seg.index or not seg.text.isidentifier() for seg in path.segs):
         label = Label(path.span, "this is a selector without a primitive")
         title = "the primitive is missing"
         yield Diagnostic("S004", title, label, helps=("write `selector  primitive(...)`",))

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, NoReturn, Protocol
 
-from schedlang.diagnostics.diagnostic import Facts, Label, Refusal, guess, quoted, unknown
+from schedlang.diagnostics.diagnostic import (
+    Facts,
+    Label,
+    Refusal,
+    facts_of_unknown,
+    quote_names,
+    suggest_name,
+)
 from schedlang.ir.placement import P, R, S
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.grammar import LONGEST
+from schedlang.language.grammar import MAX_DIGITS
 
 UNITS: Mapping[str, float] = {
     "B": 1,
@@ -35,10 +42,10 @@ class Symbol(str):
     __slots__ = ()
 
 
-def bare(value: Any) -> Facts:
+def unknown_words(value: Any) -> Facts:
     """Return the facts `unknown` of a value that is a bare word, or a tuple with some."""
     every = value if isinstance(value, tuple) else (value,)
-    return tuple(fact for one in every if isinstance(one, str) for fact in unknown(one))
+    return tuple(fact for one in every if isinstance(one, str) for fact in facts_of_unknown(one))
 
 
 class Choice(Symbol):
@@ -77,7 +84,7 @@ class Seconds(float):
 
 
 @dataclass(frozen=True)
-class Symbolic:
+class SymbolicCall:
     """A call that is not evaluated, such as group(4); the primitive that accepts it interprets
     it."""
 
@@ -101,7 +108,7 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
-class Reader(Protocol):
+class AttributeReader(Protocol):
     """The part of a model that evaluation reads: plain attributes of one module."""
 
     def attribute(self, fqn: str, name: str) -> object:
@@ -111,7 +118,7 @@ class Reader(Protocol):
         """Return the public names of a module's own attributes."""
 
 
-class Missing(Exception):
+class MissingAttribute(Exception):
     """Raised in a `where` for a name that is not an attribute of the module."""
 
 
@@ -119,16 +126,16 @@ class Missing(Exception):
 class Names:
     """The meaning of names at one place: arguments of a def, axes, knobs, and `model.` facts.
 
-    `here` returns the attributes of one module, inside a `where`.
+    `module_lookup` returns the attributes of one module, inside a `where`.
     """
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: Reader | None = None
-    here: Callable[[str], object] | None = None
+    model: AttributeReader | None = None
+    module_lookup: Callable[[str], object] | None = None
 
-    def known(self) -> list[str]:
+    def known_names(self) -> list[str]:
         """Return every name with a meaning."""
         return [*self.arguments, *self.axes, *self.knobs]
 
@@ -140,9 +147,9 @@ class Names:
             return AxisSize.of(name, self.axes[name])
         if name in self.knobs:
             return self.knobs[name]
-        if self.here is not None:
+        if self.module_lookup is not None:
             try:
-                return self.here(name)
+                return self.module_lookup(name)
             except AttributeError:
                 return Symbol(name)
         return R if name == "R" else Symbol(name)
@@ -162,7 +169,7 @@ def literal(text: str) -> Any:
     return int(text) if text.isdigit() else float(text)
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Format a value as the language writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -173,16 +180,16 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(show_value, value))}]"
     return str(value)
 
 
-def listed(values: Sequence[object]) -> str:
+def quote_values(values: Sequence[object]) -> str:
     """Format values in code marks."""
-    return quoted(shown(value).strip("`") for value in values)
+    return quote_names(show_value(value).strip("`") for value in values)
 
 
-def refused(
+def refuse_at(
     node: n.Node, code: str, title: str, label: str = "", *helps: str, facts: Facts = ()
 ) -> NoReturn:
     """Raise a Refusal at a node."""
@@ -219,7 +226,7 @@ def evaluate(node: n.Node, names: Names) -> Any:
 def _evaluate_name(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
     if parts[0] == "model" and "model" not in names.arguments:
         return _read_model_fact(node, parts, names)
-    return names.lookup(node.text) if names.here is not None else Symbol(node.text)
+    return names.lookup(node.text) if names.module_lookup is not None else Symbol(node.text)
 
 
 def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
@@ -230,21 +237,25 @@ def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
     for depth, name in enumerate(parts[1:], 1):
         path = ".".join(parts[:depth])
         if name.startswith("_") or _is_computed(holder, name):
-            refused(node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read")
+            refuse_at(
+                node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read"
+            )
         try:
             holder = names.model.attribute("", name) if depth == 1 else getattr(holder, name)
         except AttributeError:
             there = names.model.attributes("") if depth == 1 else vars(holder)
             public = [known for known in there if not known.startswith("_")]
-            near = (guess(name, public, "it has"),) if public else ()
+            near = (suggest_name(name, public, "it has"),) if public else ()
             title = f"`{path}` has no attribute `{name}`"
-            refused(node, "S206", title, "", *near, facts=unknown(name, public))
+            refuse_at(node, "S206", title, "", *near, facts=facts_of_unknown(name, public))
         if inspect.isroutine(holder):
-            refused(node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read")
-    value = plain(holder)
+            refuse_at(
+                node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read"
+            )
+    value = plain_value(holder)
     if value is None:
         kind = type(holder).__name__
-        refused(node, "S206", f"`{node.text}` is a {kind}, not a number or a string")
+        refuse_at(node, "S206", f"`{node.text}` is a {kind}, not a number or a string")
     return value
 
 
@@ -254,7 +265,7 @@ def _is_computed(holder: object, name: str) -> bool:
     return isinstance(found, property) or inspect.isroutine(found)
 
 
-def reached(holder: object, path: Sequence[str]) -> Any:
+def read_plain_value(holder: object, path: Sequence[str]) -> Any:
     """Return the plain value at an attribute path below `holder`.
 
     Raises AttributeError for an attribute that is private, computed by code, or not plain data.
@@ -263,18 +274,18 @@ def reached(holder: object, path: Sequence[str]) -> Any:
         if name.startswith("_") or _is_computed(holder, name):
             raise AttributeError(name)
         holder = getattr(holder, name)
-    value = plain(holder)
+    value = plain_value(holder)
     if value is None:
         raise AttributeError(path[-1] if path else "")
     return value
 
 
-def plain(value: object) -> Any:
+def plain_value(value: object) -> Any:
     """Return the value if it is plain data (a list becomes a tuple), else None."""
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple) and all(plain(item) is not None for item in value):
-        return tuple(plain(item) for item in value)
+    if isinstance(value, list | tuple) and all(plain_value(item) is not None for item in value):
+        return tuple(plain_value(item) for item in value)
     return None
 
 
@@ -291,9 +302,9 @@ def _evaluate_call(node: n.Call, names: Names) -> Any:
         )
     if node.name.text == "P":
         if named or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
-            refused(node, "S303", "a partial value is `P(sum)`, `P(avg)` or `P(max)`")
+            refuse_at(node, "S303", "a partial value is `P(sum)`, `P(avg)` or `P(max)`")
         return P(str(args[0]) if args else "sum")
-    return Symbolic(node.name.text, args, tuple(named.items()))
+    return SymbolicCall(node.name.text, args, tuple(named.items()))
 
 
 def _evaluate_dim(node: n.Expr, names: Names) -> Any:
@@ -314,22 +325,36 @@ def _evaluate_split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) 
     for name in named:
         if name != "blocks":
             title = f"`S` takes no argument `{name}`"
-            refused(
-                node, "S302", title, "", *_suggest_for_split(name, named[name]), facts=unknown(name)
+            refuse_at(
+                node,
+                "S302",
+                title,
+                "",
+                *_suggest_for_split(name, named[name]),
+                facts=facts_of_unknown(name),
             )
     if len(args) != 1:
-        refused(node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`")
+        refuse_at(
+            node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`"
+        )
     dim, blocks = args[0], named.get("blocks", 1)
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
     if isinstance(dim, bool) or not isinstance(dim, int | str):
         title = "the dim of `S` must be a name or an integer"
-        refused(node, "S304", title, f"this is {shown(dim)}", facts=bare(dim))
+        refuse_at(node, "S304", title, f"this is {show_value(dim)}", facts=unknown_words(dim))
     counts = blocks if isinstance(blocks, tuple) else (blocks,)
     if not counts or any(not _is_int(count) or count < 1 for count in counts):
         title = "`blocks` must be the number of blocks, or a list of their sizes"
         legal = ("`blocks=3`", "`blocks=[8, 4, 4]`")
-        refused(node, "S304", title, f"this is {shown(blocks)}", *legal, facts=bare(blocks))
+        refuse_at(
+            node,
+            "S304",
+            title,
+            f"this is {show_value(blocks)}",
+            *legal,
+            facts=unknown_words(blocks),
+        )
     plain_dim = int(dim) if isinstance(dim, int) else str(dim)
     return S(plain_dim, tuple(map(int, blocks)) if isinstance(blocks, tuple) else int(blocks))
 
@@ -353,7 +378,7 @@ ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "//": lambda a, b: a // b,
     "%": lambda a, b: a % b,
 }
-ORDER: Mapping[str, Callable[[Any, Any], bool]] = {
+COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": lambda a, b: a < b,
     "<=": lambda a, b: a <= b,
     ">": lambda a, b: a > b,
@@ -392,7 +417,7 @@ def _evaluate_chain(node: n.Chain, items: tuple[Any, ...], names: Names) -> Any:
             return decided
         return UNKNOWN if UNKNOWN in truths else not decided
     left = evaluate(items[0], names)
-    if op in ORDER:
+    if op in COMPARISONS:
         return _apply_comparison(node, op, left, evaluate(items[2], names), names)
     for operator, item in zip(items[1::2], items[2::2]):
         left = _apply_operator(node, operator, items[0], left, item, names)
@@ -404,7 +429,7 @@ def _apply_operator(
 ) -> Any:
     right = evaluate(item, names)
     if op == "@":
-        refused(node, "S304", "`@` multiplies tensors: it may stand in a pattern only")
+        refuse_at(node, "S304", "`@` multiplies tensors: it may stand in a pattern only")
     for part, value in ((first, left), (item, right)):
         if value is not UNKNOWN:
             _require_number(part, value, names)
@@ -413,11 +438,11 @@ def _apply_operator(
     if right == 0 and op in ("/", "//", "%"):
         word = printer.expr(item)
         help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
-        refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
+        refuse_at(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)
-    if not isfinite(result) or (isinstance(result, int) and abs(result) >= 10**LONGEST):
-        label = f"a number has at most {LONGEST} digits"
-        refused(node, "S304", "the result is too large", label)
+    if not isfinite(result) or (isinstance(result, int) and abs(result) >= 10**MAX_DIGITS):
+        label = f"a number has at most {MAX_DIGITS} digits"
+        refuse_at(node, "S304", "the result is too large", label)
     kind = Bytes if Bytes in (type(left), type(right)) else Seconds
     return kind(result) if kind in (type(left), type(right)) and op != "/" else result
 
@@ -433,9 +458,9 @@ def _apply_comparison(node: n.Chain, op: str, left: Any, right: Any, names: Name
         numbers or type(left) is type(right) or (isinstance(left, str) and isinstance(right, str))
     )
     if not same or (op not in ("==", "!=") and not numbers):
-        title = f"cannot compare {shown(left)} and {shown(right)}"
-        refused(node, "S304", title, facts=bare((left, right)))
-    return ORDER[op](left, right)
+        title = f"cannot compare {show_value(left)} and {show_value(right)}"
+        refuse_at(node, "S304", title, facts=unknown_words((left, right)))
+    return COMPARISONS[op](left, right)
 
 
 def _check_symbol(item: n.Node, value: Any, other: Any, names: Names) -> None:
@@ -445,8 +470,8 @@ def _check_symbol(item: n.Node, value: Any, other: Any, names: Names) -> None:
     if isinstance(other, Choice):
         if other.options and value not in other.options:
             title = f"`{other.knob}` is never `{value}`"
-            help_ = guess(value, other.options, "choose one of")
-            refused(item, "S303", title, "", help_, facts=unknown(value, other.options))
+            help_ = suggest_name(value, other.options, "choose one of")
+            refuse_at(item, "S303", title, "", help_, facts=facts_of_unknown(value, other.options))
     elif isinstance(other, Symbol) or not isinstance(other, str):
         _refuse_unknown(item, str(value), names)
 
@@ -456,7 +481,7 @@ def _require_number(item: n.Node, value: Any, names: Names) -> None:
         _refuse_unknown(item, str(value), names)
     if not _is_number(value):
         title = "this operator needs numbers"
-        refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
+        refuse_at(item, "S304", title, f"this is {show_value(value)}", facts=unknown_words(value))
 
 
 def _require_bool(item: n.Node, value: Any, names: Names) -> bool:
@@ -464,14 +489,16 @@ def _require_bool(item: n.Node, value: Any, names: Names) -> bool:
         _refuse_unknown(item, str(value), names)
     if not isinstance(value, bool):
         title = "this must be `true` or `false`"
-        refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
+        refuse_at(item, "S304", title, f"this is {show_value(value)}", facts=unknown_words(value))
     return value
 
 
 def _refuse_unknown(item: n.Node, name: str, names: Names) -> NoReturn:
-    if names.here is not None:
-        raise Missing(name)
-    known = names.known()
-    helps = (guess(name, known, "the names are"),) if known else ()
+    if names.module_lookup is not None:
+        raise MissingAttribute(name)
+    known = names.known_names()
+    helps = (suggest_name(name, known, "the names are"),) if known else ()
     label = "no knob, axis or argument"
-    refused(item, "S210", f"unknown name `{name}`", label, *helps, facts=unknown(name, known))
+    refuse_at(
+        item, "S210", f"unknown name `{name}`", label, *helps, facts=facts_of_unknown(name, known)
+    )

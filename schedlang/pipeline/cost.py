@@ -50,4 +50,4 @@ class Cost:
     barrier: Number = 0
 
 
-UNIT_COST = Cost()
+DEFAULT_COST = Cost()

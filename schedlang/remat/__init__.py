@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputedRegion:
     """Modules, in call order, that are recomputed from their saved inputs.
 
     save    classes of operators whose results are saved for the recomputation
@@ -26,25 +26,25 @@ class Again:
     """
 
     modules: tuple[str, ...]
-    save: tuple[str, ...] = ()
-    chosen: frozenset[Key] = frozenset()
-    once: bool = False
+    saved_classes: tuple[str, ...] = ()
+    saved_operators: frozenset[Key] = frozenset()
+    dedupe_inputs: bool = False
 
     @property
-    def results(self) -> bool:
+    def saves_results(self) -> bool:
         """Whether more than the inputs is saved."""
-        return bool(self.save or self.chosen)
+        return bool(self.saved_classes or self.saved_operators)
 
 
-Tree = tuple[Any, ...]  # items: places (int) and trees
+RematTree = tuple[Any, ...]  # items: places (int) and trees
 
 
-def paths(tree: Tree) -> tuple[tuple[int, ...], ...]:
+def region_paths(tree: RematTree) -> tuple[tuple[int, ...], ...]:
     """Return the regions around each place, outermost first, as numbers unique to each region."""
     found: list[tuple[int, ...]] = []
     numbers = iter(range(10**9))
 
-    def walk(items: Tree, around: tuple[int, ...]) -> None:
+    def walk(items: RematTree, around: tuple[int, ...]) -> None:
         for item in items:
             if isinstance(item, tuple):
                 walk(item, (*around, next(numbers)))
@@ -56,7 +56,7 @@ def paths(tree: Tree) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def decided(last: Any) -> tuple[Any, ...]:
+def decisions_of(last: Any) -> tuple[Any, ...]:
     """Return the decisions of a partial plan in order, following its links `before`."""
     found = []
     while last is not None and last.last is not None:
@@ -65,19 +65,21 @@ def decided(last: Any) -> tuple[Any, ...]:
     return tuple(found[::-1])
 
 
-def places(item: Any) -> list[int]:
+def places_of(item: Any) -> list[int]:
     """Return the places of an item, in order."""
-    return [item] if isinstance(item, int) else [place for part in item for place in places(part)]
+    return (
+        [item] if isinstance(item, int) else [place for part in item for place in places_of(part)]
+    )
 
 
-def regions(tree: Tree) -> Iterator[tuple[int, ...]]:
+def outer_regions(tree: RematTree) -> Iterator[tuple[int, ...]]:
     """Yield the places of each outermost region."""
     for item in tree:
         if isinstance(item, tuple):
-            yield tuple(places(item))
+            yield tuple(places_of(item))
 
 
-def groups(count: int, size: int, every: int = 1) -> Tree:
+def group_places(count: int, size: int, every: int = 1) -> RematTree:
     """Group places into regions of `size` (the last may be smaller); only each `every`-th is a
     region."""
     found: list[Any] = []
@@ -87,7 +89,7 @@ def groups(count: int, size: int, every: int = 1) -> Tree:
     return tuple(found)
 
 
-def root(count: int) -> int:
+def sqrt_region_size(count: int) -> int:
     """Return the size of regions that saves the least for equal modules: n / s inputs and s
     modules.
 
@@ -96,7 +98,7 @@ def root(count: int) -> int:
     return max(1, math.isqrt(max(0, count - 1)) + 1) if count > 1 else 1
 
 
-def runs(names: Sequence[str]) -> list[tuple[str, ...]]:
+def group_consecutive(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Group consecutive elements of lists: `h.3`, `h.4`."""
     found: list[list[str]] = []
     for name in names:

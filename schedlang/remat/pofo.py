@@ -22,19 +22,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from schedlang.remat import decided
-from schedlang.remat.rotor import Cost
+from schedlang.remat import decisions_of
+from schedlang.remat.rotor import ModuleCost
 
-Way = Literal["keep", "recompute", "offload"]
-WAYS: tuple[Way, ...] = ("keep", "recompute", "offload")
-POINTS = 4096  # maximal partial plans; of more, the best for each of as many steps of bytes
+Treatment = Literal["keep", "recompute", "offload"]
+TREATMENTS: tuple[Treatment, ...] = ("keep", "recompute", "offload")
+MAX_PLANS = 4096  # maximal partial plans; of more, the best for each of as many steps of bytes
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedPlan:
     """The treatment of each module; repeated operations, and the wait for copies."""
 
-    ways: tuple[Way, ...]
+    treatments: tuple[Treatment, ...]
     again: float
     waited: float
 
@@ -59,7 +59,7 @@ class _Part:
     moved: int = -1
     flight: int = 0
     behind: float = 0.0
-    last: Way | None = None
+    last: Treatment | None = None
     before: _Part | None = None
 
     @property
@@ -68,7 +68,7 @@ class _Part:
         dropped."""
         return self.held, self.done + self.again, self.done
 
-    def with_(self, way: Way, cost: Cost, place: int, ratio: float) -> _Part:
+    def with_(self, way: Treatment, cost: ModuleCost, place: int, ratio: float) -> _Part:
         """Return this plan with one module more."""
         behind = self.behind + cost.forward
         if way == "offload":
@@ -90,25 +90,25 @@ class _Part:
         return self.done + self.again + self.waits(self.behind, ratio, last=True)
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[Treatment, ...]:
         """The treatment of each module, in order."""
-        return decided(self)
+        return decisions_of(self)
 
 
-def _moved(cost: Cost) -> int:
+def _moved(cost: ModuleCost) -> int:
     """Return the bytes of a module that can be offloaded."""
     return cost.saved - cost.small
 
 
-def _fits(part: _Part, way: Way, cost: Cost, memory: int) -> bool:
+def _fits(part: _Part, way: Treatment, cost: ModuleCost, memory: int) -> bool:
     """Return whether a module fits behind this plan, in its forward and in its backward."""
     own = cost.saved + (cost.input if way == "recompute" else 0)
     return part.held + part.flight + own <= memory
 
 
 def pofo(
-    chain: Sequence[Cost], memory: int, ratio: float, among: Sequence[Way] = WAYS
-) -> Mixed | None:
+    chain: Sequence[ModuleCost], memory: int, ratio: float, among: Sequence[Treatment] = TREATMENTS
+) -> MixedPlan | None:
     """Find the fastest plan within `memory`; None: nothing fits.
 
     `ratio` is the work that is done while one byte is copied.  The plan is optimal as long as at
@@ -127,19 +127,19 @@ def pofo(
         parts, fewer = _pruned(more)
         thinned = thinned or fewer
     found = [_measured(chain, part.ways, ratio) for part in parts]
-    if thinned and len(among) == len(WAYS):
-        simpler = (pofo(chain, memory, ratio, ("keep", way)) for way in WAYS[1:])
+    if thinned and len(among) == len(TREATMENTS):
+        simpler = (pofo(chain, memory, ratio, ("keep", way)) for way in TREATMENTS[1:])
         found += [one for one in simpler if one is not None]
     return min(found, key=lambda one: one.time, default=None)
 
 
-def _measured(chain: Sequence[Cost], ways: Sequence[Way], ratio: float) -> Mixed:
+def _measured(chain: Sequence[ModuleCost], ways: Sequence[Treatment], ratio: float) -> MixedPlan:
     """Return the times of a choice for each module."""
     part = _Part()
     for place, (cost, way) in enumerate(zip(chain, ways, strict=True)):
         part = part.with_(way, cost, place, ratio)
     again = sum((c.forward for c, way in zip(chain, ways) if way == "recompute"), 0.0)
-    return Mixed(tuple(ways), again, part.time(ratio) - again)
+    return MixedPlan(tuple(ways), again, part.time(ratio) - again)
 
 
 def _pruned(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
@@ -147,7 +147,7 @@ def _pruned(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
     dropped."""
     ordered = sorted(parts, key=lambda one: (one.moved, *one.order))
     fronts = [_unbeaten(group) for _, group in groupby(ordered, key=lambda one: one.moved)]
-    room = POINTS // max(1, len(fronts))
+    room = MAX_PLANS // max(1, len(fronts))
     found = [_thinned(front, room) for front in fronts]
     return [one for front in found for one in front], sum(map(len, found)) < sum(map(len, fronts))
 
@@ -184,19 +184,19 @@ def _thinned(front: list[_Part], room: int) -> list[_Part]:
     return list({id(one): one for one in (front[0], *steps.values())}.values())
 
 
-def needed(chain: Sequence[Cost]) -> int:
+def min_memory(chain: Sequence[ModuleCost]) -> int:
     """Return the fewest bytes in which `pofo` finds a plan."""
     most = sum(one.saved for one in chain)
     return bisect_left(range(most), True, key=lambda memory: _possible(chain, memory))
 
 
-def _possible(chain: Sequence[Cost], memory: int) -> bool:
+def _possible(chain: Sequence[ModuleCost], memory: int) -> bool:
     """Return whether any plan fits: for each `moved` the plan with the fewest bytes is enough."""
     parts: list[_Part] = [_Part()]
     for place, cost in enumerate(chain):
         least: dict[int, _Part] = {}
         for part in parts:
-            for way in WAYS:
+            for way in TREATMENTS:
                 if _fits(part, way, cost, memory):
                     one = part.with_(way, cost, place, 0.0)
                     old = least.setdefault(one.moved, one)
@@ -205,9 +205,9 @@ def _possible(chain: Sequence[Cost], memory: int) -> bool:
     return bool(parts)
 
 
-def words(found: Mixed) -> str:
+def describe_plan(found: MixedPlan) -> str:
     """Describe how many modules are kept, recomputed and offloaded, and the cost."""
-    count = Counter(found.ways)
+    count = Counter(found.treatments)
     return (
         f"{count['keep']} kept whole, {count['recompute']} recomputed, {count['offload']} moved to"
         f" the host; {found.again:.3g} operations again, {found.waited:.3g} waited for"

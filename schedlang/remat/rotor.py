@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.remat import Tree, places
+from schedlang.remat import RematTree, places_of
 
 if TYPE_CHECKING:
     from schedlang.remat.operators import Operator
 
-SLOTS = 500  # steps of memory
-NEVER = np.inf
+MEMORY_STEPS = 500  # steps of memory
+IMPOSSIBLE = np.inf
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModuleCost:
     """One module of a chain.
 
     work   of its forward, in any unit
@@ -46,13 +46,13 @@ class Cost:
     small: int = 0
 
 
-def peak(tree: Tree, chain: Sequence[Cost]) -> int:
+def peak_saved(tree: RematTree, chain: Sequence[ModuleCost]) -> int:
     """Return the most bytes that are saved at a time in a forward and its backward."""
     found = before = 0
     for item in tree:
         if isinstance(item, tuple):
-            entered = chain[places(item)[0]].input
-            found = max(found, before + entered + peak(item, chain))
+            entered = chain[places_of(item)[0]].input
+            found = max(found, before + entered + peak_saved(item, chain))
             before += entered
         else:
             before += chain[item].saved
@@ -60,7 +60,7 @@ def peak(tree: Tree, chain: Sequence[Cost]) -> int:
     return found
 
 
-def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
+def smallest_tree(chain: Sequence[ModuleCost]) -> tuple[int, RematTree]:
     """Return the fewest bytes that any tree saves at its peak, and such a tree."""
     n = len(chain)
     need = [[0] * (n + 1) for _ in range(n + 2)]  # need[s][t]: places s to t - 1
@@ -72,7 +72,7 @@ def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
             options += [(chain[s].input + max(need[s][j], need[j][t]), j) for j in range(s + 1, t)]
             need[s][t], first[s][t] = min(options)
 
-    def tree(s: int, t: int) -> Tree:
+    def tree(s: int, t: int) -> RematTree:
         if s == t:
             return ()
         end = first[s][t]
@@ -81,30 +81,31 @@ def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
     return need[0][n], tree(0, n)
 
 
-def rotor(chain: Sequence[Cost], memory: int, slots: int = SLOTS) -> Tree | None:
-    """Return the tree with the least recomputation and a `peak` of at most `memory`; None: nothing
-    fits.
+def rotor(chain: Sequence[ModuleCost], memory: int, slots: int = MEMORY_STEPS) -> RematTree | None:
+    """Return the tree with the least recomputation and a `peak_saved` of at most `memory`; None:
+    nothing fits.
 
     Memory is counted in `slots` steps, sizes rounded up: the result fits, and is optimal where
     sizes are multiples of a step.
     """
-    if memory < 0 or least(chain)[0] > memory:
+    if memory < 0 or smallest_tree(chain)[0] > memory:
         return None
-    if peak(tuple(range(len(chain))), chain) <= memory:
+    if peak_saved(tuple(range(len(chain))), chain) <= memory:
         return tuple(range(len(chain)))
     step = max(1, -(-memory // slots))
     table = _Table(
-        [Cost(c.work, -(-c.saved // step), -(-c.input // step)) for c in chain], memory // step
+        [ModuleCost(c.work, -(-c.saved // step), -(-c.input // step)) for c in chain],
+        memory // step,
     )
     found = table.tree(0, len(chain), memory // step)
     # with rounding up nothing may fit, although the smallest tree does
-    return found if found is not None else least(chain)[1]
+    return found if found is not None else smallest_tree(chain)[1]
 
 
 class _Table:
     """best[s][t][m]: the least repeated work for places s to t - 1 with m steps of memory."""
 
-    def __init__(self, chain: Sequence[Cost], memory: int) -> None:
+    def __init__(self, chain: Sequence[ModuleCost], memory: int) -> None:
         n = len(chain)
         self.chain = chain
         self.best: dict[tuple[int, int], NDArray[Any]] = {
@@ -127,11 +128,11 @@ class _Table:
             best = np.minimum(best, found)
         self.best[s, t], self.first[s, t] = best, first
 
-    def tree(self, s: int, t: int, memory: int) -> Tree | None:
+    def tree(self, s: int, t: int, memory: int) -> RematTree | None:
         """Return the tree over places s to t - 1; None if nothing fits."""
         if s == t:
             return ()
-        if self.best[s, t][memory] == NEVER:
+        if self.best[s, t][memory] == IMPOSSIBLE:
             return None
         end = int(self.first[s, t][memory])
         if end == s:
@@ -144,7 +145,7 @@ class _Table:
 
 def _shifted(row: NDArray[Any], by: int) -> NDArray[Any]:
     """Shift a row by `by` steps of memory, which are used up."""
-    moved = np.full(row.shape, NEVER)
+    moved = np.full(row.shape, IMPOSSIBLE)
     if by < len(row):
         moved[by:] = row[: len(row) - by]
     return moved

@@ -1,8 +1,9 @@
-"""A batch: what a model takes of it, the loss, rows of ranks, microbatches, what parts weigh.
+"""A batch of a step: inputs of the model, the loss, rows of ranks, microbatches, stacked outputs.
 
-* Which keys of a batch the forward of a model takes: what else is there is for the loss.
-* A batch in parts: the rows of this rank, its microbatches, and what each part weighs.
-* No loss: how one would be had of what the model gives.
+* Which keys of a batch a model's forward accepts; other keys are for the loss.
+* Split a batch by rows into parts: rows of each rank, and microbatches of these.
+* Put the outputs of parts together.
+* The loss of an output; where there is none, a diagnostic with a proposal for one.
 """
 
 from __future__ import annotations
@@ -23,105 +24,107 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir import pytree
 
 
-def called(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """The output of a model for a batch, of which it is given what its forward takes."""
-    return model(**taken(model, batch))
+def run_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Run a model on the keys of a batch that its forward accepts; return its output."""
+    return model(**accepted_inputs(model, batch))
 
 
-def taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a forward: the keys that it names, or all if it has `**kwargs`."""
+def accepted_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a batch that a forward accepts; all of them if it has `**kwargs`."""
     names = named_arguments(model)
     return {key: value for key, value in batch.items() if names is None or key in names}
 
 
 def named_arguments(model: nn.Module | None) -> frozenset[str] | None:
-    """The arguments that a forward takes by name; None if it takes any.
+    """Return the arguments that a forward accepts by name; None if it accepts any.
 
-    A wrapper that says nothing but `*args, **kwargs` speaks for the forward of its class.
+    For a wrapper with `*args, **kwargs` only, the forward of its class decides.
     """
     if model is None:
         return None
     own = vars(model).get("forward")
     if own is None:
         return _of_class(type(model).forward)
-    # a method: its function is that of many calls, and of many modules
+    # a method: its function is shared by many calls and many modules, so the cache serves them
     found = _of_class(own.__func__) if isinstance(own, MethodType) else _named(own)
     return found if found is not None else _of_class(type(model).forward)
 
 
 def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | None:
     try:
-        given = list(inspect.signature(forward).parameters.values())[skipped:]
-    except (TypeError, ValueError):  # compiled code that tells nothing
+        parameters = list(inspect.signature(forward).parameters.values())[skipped:]
+    except (TypeError, ValueError):  # compiled code without a signature
         return None
-    if any(one.kind is one.VAR_KEYWORD for one in given):
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(one.name for one in given if one.kind in by_name)
+    return frozenset(one.name for one in parameters if one.kind in by_name)
 
 
 _of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
 
 
 Batch = Mapping[str, Any]
-Shares = int | tuple[int, ...]  # so many that get as many rows, or one for each weight
+RowShares = int | tuple[int, ...]  # a number of equal shares, or one weight for each share
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some rows of a batch, or tokens of them, as keyword arguments; and the rows' numbers."""
+class BatchPart:
+    """Some rows of a batch, or some tokens of these rows, as keyword arguments; and row numbers."""
 
     inputs: dict[str, Any]
     rows: tuple[int, ...]
-    shard: Any = None  # where its tokens stand, if ranks split sequences
-    weighed: dict[str, Any] | None = None  # what its weight is taken from; None: its inputs
+    token_shard: Any = None  # the layout of its tokens, if ranks split sequences
+    weight_inputs: dict[str, Any] | None = (
+        None  # what its weight is computed from; None: its inputs
+    )
 
 
 def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
-    """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`.
+    """Return the tensors of a batch by name; tensors in dicts and lists by path: `side.scale.0`.
 
-    `inside`: those of objects of many samples, too.
+    `inside`: also the tensors of objects that hold several samples.
     """
-    whole = dict(batch)
-    if pytree.flat(whole):
-        return {str(name): value for name, value in whole.items() if isinstance(value, Tensor)}
-    closed = None if inside else pytree.separable
-    leaves, _ = pytree.tree_flatten_with_path(whole, closed)
-    return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
+    values = dict(batch)
+    if pytree.is_flat(values):
+        return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+    closed = None if inside else pytree.is_sample_batch
+    leaves, _ = pytree.tree_flatten_with_path(values, closed)
+    return {dotted_path(keys): value for keys, value in leaves if isinstance(value, Tensor)}
 
 
-def dotted(keys: Sequence[Any]) -> str:
-    """A place in nested dicts and lists, as pytree gives it, by its words: `side.scale.0`."""
+def dotted_path(keys: Sequence[Any]) -> str:
+    """Return the path that pytree gives for a nested value as dotted text: `side.scale.0`."""
     words = (
         [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
     )
     return ".".join(str(word[0]) for word in words)
 
 
-def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
-    """The batch with its float tensors as leaves of their own, which get gradients if `grad`."""
+def with_leaf_tensors(batch: Batch, grad: bool = True) -> dict[str, Any]:
+    """Copy a batch with its float tensors as new leaves, which get gradients if `grad`."""
 
-    def leaf(value: Any) -> Any:
+    def as_leaf(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return value.detach().clone().requires_grad_(grad)
 
-    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    out: dict[str, Any] = pytree.tree_map(as_leaf, dict(batch))
     return out
 
 
-def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on a device; those that are there already are the same."""
+def batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return the batch with its tensors on a device, copied only if they are elsewhere."""
 
-    def leaf(value: Any) -> Any:
+    def to_device(value: Any) -> Any:
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    out: dict[str, Any] = pytree.tree_map(to_device, dict(batch))
     return out
 
 
-def check_mapping(batch: object) -> None:
-    """Refuse (S619) a step that is given something else than a dict."""
+def check_batch(batch: object) -> None:
+    """Refuse (S619) a batch that is not a dict with names as keys."""
     if not isinstance(batch, Mapping):
         help_ = "give the model's keyword arguments: `{'input_ids': ids}`"
         if callable(batch):
@@ -134,19 +137,19 @@ def check_mapping(batch: object) -> None:
         raise Refusal.of("S619", title, notes=(f"this one is {other!r}",), helps=helps)
 
 
-def rows_of(batch: Batch) -> int:
+def row_count(batch: Batch) -> int:
     """Return the number of rows (samples) of a batch: the size of dim 0 of its first tensor with
     dims.
 
     Raises Refusal S605 for a batch that has none.
     """
-    if pytree.flat(batch):
+    if pytree.is_flat(batch):
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
                 return value.shape[0]
     _check_lists(batch)
-    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.separable):
-        if pytree.separable(value):
+    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.is_sample_batch):
+        if pytree.is_sample_batch(value):
             return int(value.num_graphs)
     for value in named_tensors(batch).values():
         if value.ndim:
@@ -179,13 +182,13 @@ _APART = (
 
 
 def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
-    """Objects with tensors inside that cannot be cut, alone or in lists, by the key they are at;
-    and of how many samples they are, where that can be told."""
+    """List objects with tensors that cannot be split: key, object (a list's first), samples if
+    known."""
     found: list[tuple[str, Any, int | None]] = []
-    for key, value in () if pytree.flat(batch) else batch.items():
+    for key, value in () if pytree.is_flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
         one = value[0] if listed else value
-        if pytree.closed(one):
+        if pytree.is_opaque(one):
             counts = (getattr(one, word, None) for word in ("num_graphs", "batch_size"))
             count = len(value) if listed else next((c for c in counts if isinstance(c, int)), None)
             found.append((key, one, count))
@@ -193,8 +196,7 @@ def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
 
 
 def _check_closed(batch: Batch, count: int) -> None:
-    """Refuse (S670) objects that have as many samples as the batch has rows: each part would be
-    given all of them."""
+    """Refuse (S670) objects with a sample per row that cannot be split: each part would get all."""
     for key, one, samples in _closed(batch):
         if samples == count:
             raise Refusal.of(
@@ -213,7 +215,7 @@ def _check_closed(batch: Batch, count: int) -> None:
 
 
 def _check_lists(batch: Batch) -> None:
-    """Refuse (S605) lists of samples, one tensor each: their first dims are no rows."""
+    """Refuse (S605) a batch of lists of samples, one tensor each: their first dims are not rows."""
     lists = {key: value for key, value in batch.items() if isinstance(value, (list, tuple))}
     if len(lists) < len(batch) or not lists:
         return
@@ -232,22 +234,23 @@ def _check_lists(batch: Batch) -> None:
         )
 
 
-def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
-    """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is.
+def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
+    """Take consecutive rows of each tensor with as many rows as the batch; keep all else as it is.
 
-    Tensors inside of dicts and lists are cut, too.  Objects of as many samples, as a `Batch` of
-    torch_geometric, are made anew of some of them.
+    count  the rows of the batch
+    Tensors in dicts and lists are included. Objects with as many samples, such as a `Batch` of
+    torch_geometric, are rebuilt from the selected samples.
     """
     first, last = rows[0], rows[-1] + 1
 
     def part(value: Any) -> Any:
-        if pytree.separable(value):
+        if pytree.is_sample_batch(value):
             return _of_samples(value, first, last) if value.num_graphs == count else value
         whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[first:last] if whole else value
 
     given = dict(batch)
-    if pytree.flat(given):  # nothing in it is made of samples
+    if pytree.is_flat(given):  # nothing in it is made of samples
         if len(rows) == count:
             return given
         return {
@@ -256,14 +259,14 @@ def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
             else value
             for name, value in given.items()
         }
-    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.separable)
+    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.is_sample_batch)
     return whole
 
 
 def _of_samples(value: Any, first: int, last: int) -> Any:
-    """An object of some of the samples of another: graphs keep their edges, numbered anew.
+    """Return an object of some samples of another: graphs keep their edges, with new numbers.
 
-    Raises Refusal S670 where it does not give its samples back.
+    Raises Refusal S670 if the object does not return its samples.
     """
     if (first, last) == (0, value.num_graphs):
         return value
@@ -283,11 +286,11 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
         ) from error
 
 
-def shares(count: int, parts: Shares) -> list[range]:
-    """`count` rows in `parts` runs that differ by at most one row, larger ones first.
+def split_rows(count: int, parts: RowShares) -> list[range]:
+    """Split `count` rows into consecutive ranges that differ by at most one row, larger ones first.
 
-    Of weights there is a run for each: what is left of whole rows goes to those that lack most of
-    one (Hamilton's method).
+    With weights, there is one range for each weight; remaining rows go to the weights with the
+    largest remainders (Hamilton's method).
     """
     if isinstance(parts, int):
         base, extra = divmod(count, parts)
@@ -302,49 +305,50 @@ def shares(count: int, parts: Shares) -> list[range]:
     return [range(a, b) for a, b in zip(ends, ends[1:])]
 
 
-def split(batch: Batch, replicas: Shares, micro: int) -> list[list[Part]]:
-    """Split a batch among `replicas` data-parallel ranks, each rank's rows into `micro`
-    microbatches.
+def split_batch(batch: Batch, replicas: RowShares, micro: int) -> list[list[BatchPart]]:
+    """Split a batch among `replicas` data-parallel ranks, and the rows of each into microbatches.
 
-    Raises Refusal S606 if there are fewer rows than parts.
+    `micro` is the number of microbatches. Raises Refusal S606 if there are fewer rows than parts.
     """
     count = _enough(batch, replicas, micro)
     every = _rows(count, replicas, micro)
-    return [[Part(cut(batch, rows, count), rows) for rows in parts] for parts in every]
+    return [[BatchPart(select_rows(batch, rows, count), rows) for rows in parts] for parts in every]
 
 
-@lru_cache(maxsize=8)  # most steps have as many rows as the last one
-def _rows(count: int, replicas: Shares, micro: int) -> list[list[tuple[int, ...]]]:
-    """The numbers of the rows of each part; nobody changes the lists."""
-    every = shares(count, replicas)
-    return [[tuple(one[k.start : k.stop]) for k in shares(len(one), micro)] for one in every]
+@lru_cache(maxsize=8)  # most steps have as many rows as the step before
+def _rows(count: int, replicas: RowShares, micro: int) -> list[list[tuple[int, ...]]]:
+    """Return the row numbers of each part; the result is shared, do not change it."""
+    every = split_rows(count, replicas)
+    return [[tuple(one[k.start : k.stop]) for k in split_rows(len(one), micro)] for one in every]
 
 
-def sample_of(batch: Batch, replicas: Shares, micro: int) -> dict[str, Any]:
-    """The first of the largest parts, found without the others.  Or S606."""
+def largest_part(batch: Batch, replicas: RowShares, micro: int) -> dict[str, Any]:
+    """Return the first of the largest parts, without making the others. Raises Refusal S606."""
     count = _enough(batch, replicas, micro)
     if isinstance(replicas, int):
         share = range((count + replicas - 1) // replicas)
     else:
-        share = max(shares(count, replicas), key=len)
-    return cut(batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count)
+        share = max(split_rows(count, replicas), key=len)
+    return select_rows(
+        batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count
+    )
 
 
-def even(batch: Batch, replicas: Shares, micro: int) -> bool:
-    """Return whether all parts have as many rows."""
+def splits_evenly(batch: Batch, replicas: RowShares, micro: int) -> bool:
+    """Return whether all parts have the same number of rows."""
     if isinstance(replicas, int):
-        return rows_of(batch) % (replicas * micro) == 0
-    sizes = {len(share) for share in shares(rows_of(batch), replicas)}
+        return row_count(batch) % (replicas * micro) == 0
+    sizes = {len(share) for share in split_rows(row_count(batch), replicas)}
     return len(sizes) == 1 and sizes.pop() % micro == 0
 
 
-def _enough(batch: Batch, among: Shares, micro: int) -> int:
-    """The rows of a batch, of which each replica gets one for each microbatch at least (S606)."""
-    count, dealt = rows_of(batch), ""
+def _enough(batch: Batch, among: RowShares, micro: int) -> int:
+    """Return the rows of a batch; raise Refusal S606 if a replica has fewer than `micro` rows."""
+    count, dealt = row_count(batch), ""
     if isinstance(among, int):
         replicas, least, needed = among, count // among, among * micro
     else:
-        each = (min(map(len, shares(rows, among))) for rows in itertools.count(count))
+        each = (min(map(len, split_rows(rows, among))) for rows in itertools.count(count))
         replicas, least = len(among), next(each)
         needed = (
             count
@@ -368,24 +372,24 @@ def _enough(batch: Batch, among: Shares, micro: int) -> int:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """Stands in an output for what the whole batch has and its parts do not give."""
+class MissingOutput:
+    """Placeholder in an output for a value that cannot be put together from the parts."""
 
     reason: str
-    place: str = ""  # if more than this leaf is lost: what, by path
+    place: str = ""  # if more than this leaf is missing: the path of all that is missing
 
 
-def is_output(value: Any) -> bool:
-    """Return whether a leaf of an output is one that can be put together, or says why not."""
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+def can_stack(value: Any) -> bool:
+    """Return whether a leaf of an output can be put together, or is `MissingOutput`."""
+    return isinstance(value, (Tensor, MissingOutput, bool, int, float, str, type(None)))
 
 
-def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
-    """The output for the whole batch from the outputs of its parts.
+def stack_outputs(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    """Put the outputs of parts together to the output for the whole batch.
 
-    Tensors with one row per sample, or the same number of rows, are put one after the other, and so
-    are lists with an entry for each sample; other floating-point numbers (losses) are averaged by
-    weight.  Of anything else one stands for all if they are equal; if not it is Absent.
+    Tensors with one row per sample, or the same number of rows per sample, are concatenated, and so
+    are lists with an entry for each sample. Other floating-point numbers (losses) are averaged by
+    weight. Any other value is kept if it is equal in all parts; else it is `MissingOutput`.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)
@@ -398,25 +402,25 @@ def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float])
 
 
 def _listed(spec: Any, count: int) -> bool:
-    """Return whether a nest has a list with as many entries as a part has rows."""
+    """Return whether a nest contains a list with as many entries as a part has rows."""
     if spec.type in (list, tuple) and spec.num_children == count > 1:
         return True
     return any(_listed(child, count) for child in spec.children())
 
 
 def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
-    """The whole of nests, some of whose lists may have an entry for each sample."""
+    """Put nests together whose lists may have an entry for each sample."""
     first = values[0]
     if len(values) > 1 and type(first) in (list, tuple):
         lengths = [len(v) if type(v) is type(first) else -1 for v in values]
         if lengths == list(rows) and len(set(rows)) > 1:
             return type(first)(one for value in values for one in value)
         if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
-            return Absent("it is not known whether its entries belong to samples")
+            return MissingOutput("it is not known whether its entries belong to samples")
     flat = [_one_level(value) for value in values]
     spec = flat[0][1]
     if any(other != spec for _, other in flat[1:]):
-        return Absent(f"parts of a `{type(first).__name__}` are not of one length")
+        return MissingOutput(f"parts of a `{type(first).__name__}` are not of one length")
     if spec.is_leaf():
         return _stacked(values, rows, weights)
     children = zip(*(leaves for leaves, _ in flat))
@@ -424,37 +428,37 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
 
 
 def _one_level(value: Any) -> tuple[list[Any], Any]:
-    """Flatten a value by one level: what it holds itself, and how that is put together."""
+    """Flatten a value by one level; return its children and the spec that rebuilds it."""
     return pytree.tree_flatten(value, lambda one: one is not value)
 
 
 def _of_one(entry: Any, count: int) -> bool:
-    """Return whether an entry of a list may be that of one sample: it has dims, and no rows."""
+    """Return whether a list entry may belong to one sample: it has dims, and none of rows."""
     return isinstance(entry, Tensor) and entry.ndim > 0 and entry.shape[0] != count > 1
 
 
 def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
-    absent = next((v for v in values if isinstance(v, Absent)), None)
+    absent = next((v for v in values if isinstance(v, MissingOutput)), None)
     if absent is not None or len(values) == 1:
         return absent or first
     if all(isinstance(v, Tensor) for v in values):
         if _by_rows(values, rows):
             if _either_dim(values, rows):
-                return Absent("it is not known which of its dims has the rows")
+                return MissingOutput("it is not known which of its dims has the rows")
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():
             return _mean(values, weights)
         if alike and all(torch.equal(v, first) for v in values):
             return first
-        return Absent("its parts cannot be concatenated")
+        return MissingOutput("its parts cannot be concatenated")
     if all(isinstance(v, float) for v in values):
         return _mean(values, weights)
     plain = isinstance(first, (bool, int, str, type(None)))
     if plain and all(type(v) is type(first) and v == first for v in values):
         return first
-    return Absent(f"parts of a `{type(first).__name__}` cannot be concatenated")
+    return MissingOutput(f"parts of a `{type(first).__name__}` cannot be concatenated")
 
 
 def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
@@ -466,7 +470,7 @@ def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean by weight; a part that weighs nothing may have no number (the mean of no label)."""
+    """Return the mean by weight; a part with weight 0 may have NaN (the mean over no label)."""
     total = sum(weights)
     return sum(value * (weight / total) for value, weight in zip(values, weights) if weight)
 
@@ -479,13 +483,13 @@ def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
     return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1
 
 
-def forward(
+def run_forward(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
 ) -> tuple[Any, Tensor | None]:
-    """The output of a model, and its loss."""
-    output = called(model, batch)
+    """Run a model on a batch; return its output and its loss."""
+    output = run_model(model, batch)
     return output, loss_of(output, batch, loss)
 
 
@@ -494,7 +498,7 @@ def loss_of(
     batch: Mapping[str, Any],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
 ) -> Tensor | None:
-    """The loss of a forward: by the function given, by the model, or the output if a scalar."""
+    """Return the loss: by `loss`, else the model's own, else the output if it is a scalar."""
     if loss is not None:
         return loss(output, batch)
     if isinstance(output, Tensor):
@@ -503,12 +507,12 @@ def loss_of(
     return found if isinstance(found, Tensor) else None
 
 
-LABELS = ("labels", "label", "targets", "target", "y")
-OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
+LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+OUTPUT_NAMES = ("logits", "sample", "prediction", "last_hidden_state")
 
 
-def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
-    """A model without a loss (S615), and a function for its file, made for what it returns."""
+def no_loss_diagnostic(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
+    """Return the diagnostic (S615) of a model without a loss, and propose a loss function."""
     return Diagnostic(
         "S615",
         "the model returns no loss",
@@ -524,26 +528,28 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     )
 
 
-def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = None) -> Diagnostic:
-    """A loss function that returns something else than one number (S615)."""
+def bad_loss_diagnostic(
+    value: Any, model: Any = None, batch: Mapping[str, Any] | None = None
+) -> Diagnostic:
+    """Return the diagnostic (S615) of a loss function that does not return one number."""
     if isinstance(value, Tensor) and value.is_complex():
-        said, help_ = "a complex number", "return a real one: `value.real`, or `value.abs()`"
+        returned, help_ = "a complex number", "return a real one: `value.real`, or `value.abs()`"
     elif isinstance(value, Tensor):
-        said = f"a tensor of shape {list(value.shape)}"
+        returned = f"a tensor of shape {list(value.shape)}"
         help_ = "return one number: its mean, `value.mean()`"
     else:
-        said = "None" if value is None else kind_of(value)
+        returned = "None" if value is None else kind_of(value)
         help_ = "return a tensor of one number"
     return Diagnostic(
         "S615",
-        f"`loss(output, batch)` returns {said}, not one number that has a gradient",
+        f"`loss(output, batch)` returns {returned}, not one number that has a gradient",
         notes=tuple(_absent(model, batch)) if batch is not None else (),
         helps=(help_,),
     )
 
 
 def is_loss(value: Any) -> bool:
-    """Return whether a loss function gave what a backward can begin from."""
+    """Return whether a loss function returned one real number, from which a backward can begin."""
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
@@ -552,7 +558,7 @@ def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:
     names = named_arguments(model) if model is not None else None
     return [
         f"its forward takes `{name}`, which is not in the batch"
-        for name in LABELS
+        for name in LABEL_NAMES
         if name in (names or ()) and name not in batch
     ]
 
@@ -565,7 +571,7 @@ def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
         return _place(scalar, output)
     if not floats:
         return 'torch.nn.functional.mse_loss(output, batch["target"])'
-    path, value = next((one for one in floats if _word(one[0]) in OUTPUTS), floats[0])
+    path, value = next((one for one in floats if _word(one[0]) in OUTPUT_NAMES), floats[0])
     said, key = _place(path, output), _labels(model, batch)
     label = batch.get(key)
     if isinstance(label, Tensor) and label.is_floating_point():
@@ -577,10 +583,12 @@ def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
 
 
 def _labels(model: Any, batch: Mapping[str, Any]) -> str:
-    """The key that looks like labels: by its name, or as one that the forward does not take."""
+    """Return the key of the labels: by a usual name, or the first key that the forward rejects."""
     names = named_arguments(model)
-    left = [key for key in batch if names is not None and key not in names]
-    return next((key for key in LABELS if key in batch), left[0] if left else LABELS[0])
+    remaining = [key for key in batch if names is not None and key not in names]
+    return next(
+        (key for key in LABEL_NAMES if key in batch), remaining[0] if remaining else LABEL_NAMES[0]
+    )
 
 
 def _word(path: Any) -> str:
@@ -588,13 +596,13 @@ def _word(path: Any) -> str:
 
 
 def _place(path: Any, output: Any) -> str:
-    """A place in an output as Python says it: an attribute, where there is one."""
-    said, held = "output", output
+    """Return the Python expression for a leaf of `output`: attributes where it has them."""
+    expression, value = "output", output
     for key in path:
         word = getattr(key, "key", getattr(key, "name", None))
-        if isinstance(word, str) and word.isidentifier() and hasattr(held, word):
-            said, held = f"{said}.{word}", getattr(held, word)
+        if isinstance(word, str) and word.isidentifier() and hasattr(value, word):
+            expression, value = f"{expression}.{word}", getattr(value, word)
         else:
             index = word if word is not None else key.idx
-            said, held = f"{said}[{index!r}]".replace("'", '"'), held[index]
-    return said
+            expression, value = f"{expression}[{index!r}]".replace("'", '"'), value[index]
+    return expression

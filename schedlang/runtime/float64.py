@@ -1,8 +1,9 @@
-"""Float64 everywhere: a mode under which a model computes in float64 although it says otherwise.
+"""A function mode under which a model computes in float64, although its code casts to other dtypes.
 
-Models cast: losses and norms to float32, tables of positions to a config's dtype. Such a cast
-inside a float64 run leaves noise of 1e-7, a hundred times the gate. Under `Float64` every named
-float type becomes float64 (and complex64 complex128), and so does the default dtype.
+Proofs run the original and the program under `Float64`. Models cast: losses and norms to float32,
+tables of positions to the dtype of a config. In a float64 run such a cast leaves an error of 1e-7,
+a hundred times the tolerance. Under `Float64` every float dtype becomes float64 (complex64 becomes
+complex128), and so does the default dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
-from schedlang.ir.copied import copied
-from schedlang.runtime.modes import ATTRIBUTE, Ambient
+from schedlang.ir.module_copies import copy_module
+from schedlang.runtime.modes import ATTRIBUTE_ACCESS, AmbientMode
 
-WIDE: dict[Any, torch.dtype] = {
+FLOAT64_DTYPES: dict[Any, torch.dtype] = {
     dtype: torch.complex128 if dtype.is_complex else torch.float64
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (dtype.is_complex or dtype.is_floating_point)
@@ -37,16 +38,17 @@ _CASTS = {
     getattr(Tensor, "cfloat"): torch.complex128,  # noqa: B009  (torch's stubs lack them)
     getattr(Tensor, "chalf"): torch.complex128,  # noqa: B009
 }
-_LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
+_LIKE = {Tensor.to, Tensor.type_as}  # functions that take their dtype from another tensor
 
 
 _REQUIRE = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class Float64(Ambient):
-    """Turn casts to a lower float into float64, and compute what has no float64 from what has.
+class Float64(AmbientMode):
+    """Turn casts to a lower float into float64; replace functions that have no float64.
 
-    Tensors that exist already keep their dtype: `as_float64` is for modules, `widened` for batches.
+    Tensors that exist already keep their dtype: use `as_float64` for modules, `to_float64` for
+    batches.
     """
 
     carried = True
@@ -56,7 +58,7 @@ class Float64(Ambient):
         self._defaults: list[torch.dtype] = []
 
     def __enter__(self) -> Float64:
-        # the default dtype decides the type of factories and of integer / integer
+        # the default dtype decides the dtype of factories and of integer / integer
         self._defaults.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
@@ -70,21 +72,23 @@ class Float64(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
+        if type(func) is ATTRIBUTE_ACCESS:  # a third of all calls
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
-                return None  # so it is; torch refuses to be told of what has been computed
+                # it does already; torch refuses to set the flag of a tensor that is no leaf
+                return None
             return func(*args, **kwargs)
-        as_it_is = _AS_IT_IS.issuperset(map(type, args))
-        if func not in _RULED or (func is Tensor.view and as_it_is and not kwargs):
-            if not as_it_is:
-                args = _wide(args)
-            if kwargs and not _AS_IT_IS.issuperset(map(type, kwargs.values())):
-                kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        unchanged = _NO_DTYPES.issuperset(map(type, args))
+        if func not in _RULED or (func is Tensor.view and unchanged and not kwargs):
+            if not unchanged:
+                args = _replace_dtypes(args)
+            if kwargs and not _NO_DTYPES.issuperset(map(type, kwargs.values())):
+                kwargs = {k: _replace_dtypes(v) for k, v in kwargs.items()}
             return self.run(func, types, args, kwargs)
         return self._by_rule(func, types, args, kwargs)
 
     def _by_rule(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call one of the few functions that are told what they make in other ways."""
+        """Call one of the functions whose output dtype is given in another way than by an
+        argument."""
         if func in _CASTS:
             wanted = _CASTS[func]
             return args[0].to(
@@ -95,46 +99,50 @@ class Float64(Ambient):
         ):
             target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
             if target == torch.uint8 and type(args[0]) in _WHOLE and args[0].dtype in _WIDEST:
-                return self.run(func, types, args, kwargs).as_subclass(Bytes)
-            known = isinstance(args[0], Bytes) and target in WIDE
-            # bytes of a file that was written in float64 are what they are in any mode
+                return self.run(func, types, args, kwargs).as_subclass(Float64Bytes)
+            known = isinstance(args[0], Float64Bytes) and target in FLOAT64_DTYPES
+            # bytes of a file that was written in float64 are valid in any mode
             known |= target == torch.float64 and not args[0].is_floating_point()
-            if not known and (target in WIDE or args[0].dtype in WIDE):
-                raise _bits(f"it views {args[0].dtype} as {target}")
+            if not known and (target in FLOAT64_DTYPES or args[0].dtype in FLOAT64_DTYPES):
+                raise _bits_refusal(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
-        args, kwargs = _wide(args), {k: _wide(v) for k, v in kwargs.items()}
+        args, kwargs = _replace_dtypes(args), {k: _replace_dtypes(v) for k, v in kwargs.items()}
         if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
-            args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
+            args = (
+                args[0],
+                args[1].new_empty(0, dtype=FLOAT64_DTYPES.get(args[1].dtype)),
+                *args[2:],
+            )
         if func in _WITHOUT_FLOAT64:
             return _WITHOUT_FLOAT64[func](*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
 
-_AS_IT_IS = frozenset(
+_NO_DTYPES = frozenset(
     (Tensor, nn.Parameter, int, float, bool, type(None), slice, torch.Size, torch.device)
 )
 
 
-def _wide(value: Any) -> Any:
-    """`value` with every lower float type in it replaced."""
-    if type(value) in _AS_IT_IS or isinstance(value, (Tensor, int, float)):
+def _replace_dtypes(value: Any) -> Any:
+    """Return `value` with every lower float dtype in it replaced by float64."""
+    if type(value) in _NO_DTYPES or isinstance(value, (Tensor, int, float)):
         return value
     if isinstance(value, torch.dtype):
-        return WIDE.get(value, value)
+        return FLOAT64_DTYPES.get(value, value)
     if isinstance(value, str):
         return _LEGACY.get(value, value)
     if type(value) in (tuple, list):
-        as_it_is = _AS_IT_IS.issuperset(map(type, value))
-        return value if as_it_is else type(value)([_wide(v) for v in value])
+        unchanged = _NO_DTYPES.issuperset(map(type, value))
+        return value if unchanged else type(value)([_replace_dtypes(v) for v in value])
     if type(value) is dict:
-        return {k: _wide(v) for k, v in value.items()}
+        return {k: _replace_dtypes(v) for k, v in value.items()}
     if isinstance(value, type) and (name := _LEGACY.get(f"{value.__module__}.{value.__name__}")):
         return name
     return value
 
 
-def _bits(note: str) -> Refusal:
+def _bits_refusal(note: str) -> Refusal:
     return Refusal.of(
         "S811",
         "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
@@ -143,7 +151,7 @@ def _bits(note: str) -> Refusal:
     )
 
 
-# What moves bytes from place to place, or asks where they lie, by the name of the function.
+# Functions that move bytes or ask for their layout, by name.
 _MOVING = (
     "__deepcopy__ __get__ __getitem__ __len__ __repr__ __setitem__ as_strided cat chunk clone "
     "contiguous copy_ cpu data_ptr detach device dim element_size empty_like equal flatten "
@@ -159,11 +167,13 @@ _SENDING = (
 _MOVES, _SENDS = frozenset(_MOVING.split()), frozenset(_SENDING.split())
 
 
-class Bytes(Tensor):
-    """The bytes of a float64 tensor, in its storage: moved and viewed back, never reckoned with.
+class Float64Bytes(Tensor):
+    """The bytes of a float64 tensor, on its storage: they may be moved and viewed back, not
+    computed with.
 
-    A program that sends its weights as bytes does so as well with eight of them for each number.
-    They may be written from other bytes, but not into such as do not know what they are.
+    A program that sends its weights as bytes works with eight bytes for each number, too. Bytes may
+    be written into a `Float64Bytes` tensor, but not into a plain one, which would not carry the
+    class.
     """
 
     @classmethod
@@ -176,13 +186,16 @@ class Bytes(Tensor):
         tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
         if (
             name not in _MOVES | _SENDS
-            or any(k not in WIDE if name == "view" else k != torch.uint8 for k in kinds)
-            # an index, and what would hold bytes without knowing it
+            or any(k not in FLOAT64_DTYPES if name == "view" else k != torch.uint8 for k in kinds)
+            # an index, or a tensor that would hold bytes without being `Float64Bytes`
             or (name == "__getitem__" and len(tensors) > 1)
-            or (name in ("copy_", "__setitem__") and not isinstance(args[0], Bytes))
-            or (name in _SENDS | {"cat", "stack"} and not all(type(t) is Bytes for t in tensors))
+            or (name in ("copy_", "__setitem__") and not isinstance(args[0], Float64Bytes))
+            or (
+                name in _SENDS | {"cat", "stack"}
+                and not all(type(t) is Float64Bytes for t in tensors)
+            )
         ):
-            raise _bits(f"`{name}` of the bytes of a float64 tensor")
+            raise _bits_refusal(f"`{name}` of the bytes of a float64 tensor")
         out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         floats = isinstance(out, Tensor) and out.dtype != torch.uint8
         return out.as_subclass(Tensor) if floats else out
@@ -199,14 +212,15 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.nn.functional.grouped_mm as one product per group; `offs` are the groups' ends."""
-    if mat_a.is_meta:  # where the groups end is not known, and does not matter
+    """Compute torch.nn.functional.grouped_mm as one product per group; `offs` are the groups'
+    ends."""
+    if mat_a.is_meta:  # the ends of the groups are not known, and not needed for the shape
         return torch._grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         out = torch.bmm(mat_a, mat_b)
-    elif offs.is_meta:  # nobody knows how large the groups are: one group has the shape of all
-        whole = [m.sum(0) if m.dim() == 3 else m for m in (mat_a, mat_b)]
-        out = torch.mm(*whole)
+    elif offs.is_meta:  # sizes of groups are not known: one group gives the shape of all
+        summed = [m.sum(0) if m.dim() == 3 else m for m in (mat_a, mat_b)]
+        out = torch.mm(*summed)
         out = out.expand(offs.shape[0], -1, -1) if mat_a.dim() == mat_b.dim() else out
     else:
         ends = [int(end) for end in offs.tolist()]
@@ -240,26 +254,30 @@ _WITHOUT_FLOAT64: dict[Any, Callable[..., Tensor]] = {
 _RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 
 
-def widened(value: Any) -> Any:
-    """A nest of any classes that hold tensors, with its float tensors in float64."""
+def to_float64(value: Any) -> Any:
+    """Return a nest of any classes that hold tensors, with its float tensors in float64."""
 
-    def wide(leaf: Any) -> Any:
-        return leaf.to(WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+    def convert(leaf: Any) -> Any:
+        return (
+            leaf.to(FLOAT64_DTYPES.get(leaf.dtype, leaf.dtype))
+            if isinstance(leaf, Tensor)
+            else leaf
+        )
 
-    return pytree.tree_map(wide, value)
+    return pytree.tree_map(convert, value)
 
 
 def as_float64(module: M) -> M:
-    """A copy of `module` with float64 parameters, buffers and tensor attributes; ties are kept."""
-    twin = copied(module)
+    """Copy a module with float64 parameters, buffers and tensor attributes; ties are kept."""
+    twin = copy_module(module)
     done: dict[int, Tensor] = {}
     for child in twin.modules():
         for parameter in child.parameters(recurse=False):
             parameter.grad = None
-            parameter.data = widened(parameter.data)
+            parameter.data = to_float64(parameter.data)
         for name, buffer in child.named_buffers(recurse=False):
-            setattr(child, name, done.setdefault(id(buffer), widened(buffer)))
+            setattr(child, name, done.setdefault(id(buffer), to_float64(buffer)))
         for name, value in list(vars(child).items()):
             if isinstance(value, (Tensor, tuple, list)) and not name.startswith("_"):
-                setattr(child, name, widened(value))
+                setattr(child, name, to_float64(value))
     return twin

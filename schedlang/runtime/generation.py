@@ -1,11 +1,11 @@
-"""Generate text on a sharded program, by the loop of transformers' own `generate`.
+"""Generate text with a program, by the loop of transformers' own `generate`.
 
-The loop runs on every rank, on the same tokens; only the model's forward is the program's.  Prompts
-are shared among replicas and microbatches as the rows of a batch are.  Keys and values stay where
-they are made: a rank has those of its layers, of its heads, of its rows, and of its tokens.  An
-encoder runs with each token again, as stages that the program has in one chain: what it gives is
-kept nowhere.  Where rows split sequences, tokens that nothing looks at stand behind those of a
-forward, until they can be split evenly.
+Used by `Program.generate`. The loop runs on every rank, on the same tokens; only the model's
+forward is the program's. Prompts are split over replicas and microbatches as the rows of a batch
+are. Keys and values stay on the rank that computes them: a rank has those of its layers, heads,
+rows and tokens. An encoder runs again with each token, because the program has it and the decoder
+in one chain of stages; its output is not stored. Where rows split sequences, padding tokens follow
+those of a forward, until ranks can split them evenly.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import S
-from schedlang.runtime.comm.agreement import Item, agree, checksum
-from schedlang.runtime.context_parallel.decoding import Decoding, Turns, decoding
+from schedlang.runtime.comm.agreement import AgreementItem, check_agreement, checksum
+from schedlang.runtime.context_parallel.decoding import CacheAssignment, Decoding, current_decoding
 from schedlang.runtime.device import default_generators
-from schedlang.runtime.sharding.shard import dim_of
+from schedlang.runtime.sharding.edges import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.batch import Part
-    from schedlang.runtime.context_parallel.token_layout import Layout
-    from schedlang.runtime.device import States
+    from schedlang.runtime.batch import BatchPart
+    from schedlang.runtime.context_parallel.token_layout import SequenceLayout
+    from schedlang.runtime.device import RandomGenerator
 
-Run = Callable[..., Any]
+RunForward = Callable[..., Any]
 
-CACHES = ("cache", "past_key_values")  # the argument in newer transformers 5, and in older ones
-MORE = "this model keeps more than keys and values between tokens, or moves their rows"
-WITHOUT = "`use_cache=false` computes every token from the full sequence"
-REFUSED = {  # settings under which ranks would go different ways, or that move a cache's rows
+# the argument in newer versions of transformers 5, and in older ones
+CACHES = ("cache", "past_key_values")
+OTHER_STATE = "this model keeps more than keys and values between tokens, or moves their rows"
+NO_CACHE_HELP = "`use_cache=false` computes every token from the full sequence"
+REFUSED_OPTIONS = {  # settings under which ranks could diverge, or that move the rows of a cache
     "max_time": "ranks have different clocks: use `max_new_tokens` as the bound",
     "assistant_model": "leave it out: the program's own model makes every token",
     "prompt_lookup_num_tokens": "leave it out: the program's own model makes every token",
@@ -46,54 +47,59 @@ REFUSED = {  # settings under which ranks would go different ways, or that move 
 }
 
 
-def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, Any]) -> Any:
-    """Return what the model's own `generate` returns, alike on every rank.
+def generate(a: Assembly, run: RunForward, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+    """Return what the model's own `generate` returns, equal on every rank.
 
-    `run(batch, each)` is a forward of the program without gradients, of what `each` makes of a
-    microbatch and its number; `whole`: with all tokens on each rank of a sequence.  Raises
-    Refusal S627 for models and settings that it cannot follow, and S650 where ranks are given
-    different prompts.
+    `run(batch, each)` is a forward of the program without gradients; `each` maps the index of a
+    microbatch and the microbatch to the microbatch that runs; `whole`: every rank of a sequence
+    gets all tokens. Raises Refusal S627 for models and settings that are not supported, and S650 if
+    ranks have different prompts.
     """
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
-    _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED})
+    _check_options(
+        a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED_OPTIONS}
+    )
     samples = options.get("do_sample", getattr(config, "do_sample", False))
-    _check_same(inputs, options, default_generators([a.ranks.device]) if samples else [])
+    _check_same_on_ranks(inputs, options, default_generators([a.ranks.device]) if samples else [])
     if model.config.is_encoder_decoder:
-        options |= _beside_encoder(model, inputs, options)
+        options |= _encoder_option(model, inputs, options)
     return _facade(a, model, run).generate(*([] if inputs is None else [inputs]), **options)
 
 
-def _beside_encoder(model: Any, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
-    """Put what an encoder is given in the place of what it gives: there the loop repeats its rows
-    where it tries several for one, and hands them to each forward."""
+def _encoder_option(model: Any, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
+    """Return an option `encoder_outputs` that holds the inputs of the encoder instead of its
+    outputs.
+
+    The loop repeats its rows for beams and samples, and passes it to each forward.
+    """
     from transformers.utils import ModelOutput
 
     if options.get("encoder_outputs") is not None:
-        raise _refused("`encoder_outputs` are not followed", "give the inputs of the encoder")
+        raise _refusal("`encoder_outputs` are not followed", "give the inputs of the encoder")
     names = (model.main_input_name, "inputs_embeds")
     given = {name: options[name] for name in names if options.get(name) is not None}
     found = given or ({} if inputs is None else {names[0]: inputs})
     if not found:
-        raise _refused(f"`{names[0]}`, an input of the encoder, is missing", "give it")
+        raise _refusal(f"`{names[0]}`, an input of the encoder, is missing", "give it")
     return {"encoder_outputs": ModelOutput(found)}
 
 
-def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
+def _check_options(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
-        raise _refused(
+        raise _refusal(
             f"`{type(model).__name__}` has no `generate` of transformers",
             "write your own loop: `eval_step` returns the outputs of the full batch on every rank",
         )
-    for name, help_ in REFUSED.items():
+    for name, help_ in REFUSED_OPTIONS.items():
         if options.get(name) is not None:
-            raise _refused(f"`{name}` is not supported", help_)
+            raise _refusal(f"`{name}` is not supported", help_)
 
 
-def _check_same(
-    inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]
+def _check_same_on_ranks(
+    inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[RandomGenerator]
 ) -> None:
-    """Raise Refusal S650 where ranks are given other prompts, settings or states of generators."""
+    """Raise Refusal S650 if ranks have different prompts, settings or states of generators."""
     tensors = {
         name: checksum(value)
         for name, value in {"inputs": inputs, **options}.items()
@@ -106,33 +112,33 @@ def _check_same(
     }
     helps = ("give the same prompts and settings on every rank",)
     states = {str(k): checksum(one.get_state()) for k, one in enumerate(generators)}
-    agree(
+    check_agreement(
         [
-            Item("prompt", tensors, shown=False, helps=helps),
-            Item("settings of generation", plain, helps=helps),
-            Item(
+            AgreementItem("prompt", tensors, readable=False, helps=helps),
+            AgreementItem("settings of generation", plain, helps=helps),
+            AgreementItem(
                 "generator of random numbers",
                 states,
-                shown=False,
+                readable=False,
                 helps=("call `torch.manual_seed` with one number on all ranks before sampling",),
             ),
         ]
     )
 
 
-def _refused(title: str, help_: str) -> Refusal:
+def _refusal(title: str, help_: str) -> Refusal:
     return Refusal.of("S627", title, helps=(help_,))
 
 
-def _facade(a: Assembly, model: Any, run: Run) -> Any:
-    """The model as transformers' loop sees it: its forward is the program's, on whole batches."""
+def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
+    """Return a model for transformers' loop whose forward runs the program on full batches."""
     from transformers.cache_utils import EncoderDecoderCache
 
     kind: Any = type(model)
-    shares, _, _ = a.parts
-    least = (shares if isinstance(shares, int) else sum(shares)) * a.micro
-    multiples = {split: _multiple(a, split) for split in (True, False)}
-    fed = 0  # tokens of the last forward without a cache of ours
+    shares, _, _ = a.batch_parts
+    least = (shares if isinstance(shares, int) else sum(shares)) * a.microbatches
+    multiples = {split: _token_multiple(a, split) for split in (True, False)}
+    fed = 0  # tokens of the last forward without our cache
 
     @functools.wraps(kind.forward)
     def forward(self: Any, **inputs: Any) -> Any:
@@ -140,26 +146,27 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         name = next((name for name in CACHES if inputs.get(name) is not None), None)
         cache: Any = None if name is None else inputs.pop(name)
         if (encoder := inputs.pop("encoder_outputs", None)) is not None:
-            inputs |= encoder  # what `_beside_encoder` has laid there
-        tokens = _tokens(inputs)
-        # a cache that the model makes by itself (RWKV, MiniMax): the loop takes it as kept
+            inputs |= encoder  # the inputs that `_encoder_option` has put there
+        tokens = _token_count(inputs)
+        # a cache that the model itself makes (RWKV, MiniMax): the loop expects that it is used
         if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
-            raise _refused(MORE, WITHOUT)
+            raise _refusal(OTHER_STATE, NO_CACHE_HELP)
         fed = tokens if name is None else 0
-        # tokens behind a prompt run whole on every rank of its sequence, over what each has kept
+        # new tokens after a prompt are unsharded on every rank of their sequence; stored keys are
+        # sharded
         new = a.tokens is not None and name is not None and cache.seen > 0
         multiple = multiples[not new]
         if a.tokens is not None and not new:
-            inputs = _known(inputs, a.inputs)
+            inputs = _drop_defaults(inputs, a.batch_keys)
         kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
-        batch, rows = _enough_rows(_enough_tokens(inputs, tokens, multiple), least)
+        batch, rows = _pad_rows(_pad_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
-        output = run(given, _beside(name, cache, tokens if new else 0), whole=new)
+        output = run(given, _with_cache(name, cache, tokens if new else 0), whole=new)
         if rows < least or multiple > 1:
             output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
             if a.tokens is not None and not new:
-                cache.begin(a.tokens.layout(given), tokens)
+                cache.keep_prompt(a.tokens.layout(given), tokens)
             cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output
@@ -173,7 +180,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             for one in (made.self_attention_cache, made.cross_attention_cache) if two else (made,):
                 _check_cache(one)
             given[name] = _cache_class(two)()
-            given[name].turns = turns(a)
+            given[name].turns = new_turns(a)
 
     more = {
         "forward": forward,
@@ -186,51 +193,57 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     return facade
 
 
-def _beside(name: str | None, cache: Any, new: int) -> Callable[[int, Part], Part]:
-    """Return what puts its cache beside a microbatch; `new`: tokens for ranks to deal."""
-    visit = cache.visits(new) if new else None
+def _with_cache(name: str | None, cache: Any, new: int) -> Callable[[int, BatchPart], BatchPart]:
+    """Return a function that adds its cache to a microbatch; `new`: new tokens, to be split by
+    rank."""
+    visit = cache.decoding_contexts(new) if new else None
 
-    def each(k: int, part: Part) -> Part:
+    def each(k: int, part: BatchPart) -> BatchPart:
         inputs = part.inputs if name is None else {**part.inputs, name: cache.part(k)}
-        return replace(part, inputs=inputs, shard=visit(k) if visit else part.shard)
+        return replace(part, inputs=inputs, token_shard=visit(k) if visit else part.token_shard)
 
     return each
 
 
-def turns(a: Assembly) -> Turns | None:
-    """Return the tokens that this rank will keep, of none yet; None where sequences stay whole."""
+def new_turns(a: Assembly) -> CacheAssignment | None:
+    """Return the record of the tokens that this rank stores, still empty; None: sequences are
+    unsharded."""
     if a.tokens is None:
         return None
-    return Turns(a.ranks.mesh.index(a.ranks.rank, a.context), a.tokens.ranks, a.ranks.device)
+    return CacheAssignment(
+        a.ranks.mesh.index(a.ranks.rank, a.context), a.tokens.ranks, a.ranks.device
+    )
 
 
 def _check_cache(made: Any) -> None:
-    """Refuse a cache that keeps other things than all keys and values, or in another way."""
+    """Refuse a cache that does not store exactly all keys and values."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if type(made) is not DynamicCache:
-        raise _refused(
+        raise _refusal(
             f"a cache of the kind `{type(made).__name__}` is not supported",
             "leave out `cache_implementation` and caches of your own: this one keeps"
             " all keys and values",
         )
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in made.layers):
-        raise _refused(MORE, WITHOUT)
+        raise _refusal(OTHER_STATE, NO_CACHE_HELP)
 
 
-# the sequences that tokens are added to: of a decoder with an encoder, or else all that there is
-_GROWS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+# the sequences that the loop appends to: those of the decoder in an encoder-decoder model
+_GROWING = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    """Count the tokens of each row that a forward is given."""
-    grows = next(inputs[name] for name in _GROWS if inputs.get(name) is not None)
+def _token_count(inputs: Mapping[str, Any]) -> int:
+    """Return the number of tokens of each row of a forward."""
+    grows = next(inputs[name] for name in _GROWING if inputs.get(name) is not None)
     return int(grows.shape[1])
 
 
-def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Leave out tensors that say nothing of which a program that splits sequences does not know;
-    raise Refusal S627 for others of which it does not know."""
+def _drop_defaults(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Drop tensors with default values that the program does not know; refuse (S627) others.
+
+    known  the keys of the batch that the program was built from, which splits sequences
+    """
     found = dict(inputs)
     for name, value in inputs.items():
         if name in known or not isinstance(value, Tensor):
@@ -238,7 +251,7 @@ def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
         counted = torch.arange(value.shape[-1], device=value.device)
         plain = counted if name.endswith(("position_ids", "cache_position")) else 1
         if not bool((value == plain).all()):
-            raise _refused(
+            raise _refusal(
                 f"`{name}` was not in the batch of `build`, and sequences are split",
                 f"build from a batch with `{name}`",
             )
@@ -246,10 +259,11 @@ def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     return found
 
 
-def _multiple(a: Assembly, split: bool) -> int:
-    """Return the number that divides the tokens of a sequence that all rows can split evenly.
+def _token_multiple(a: Assembly, split: bool) -> int:
+    """Return the number that must divide a sequence's tokens, so that all rows can split them
+    evenly.
 
-    split  those of attention as well
+    split  rows that split tokens for attention count as well
     """
     mesh = a.ranks.mesh
     axes = {
@@ -259,21 +273,21 @@ def _multiple(a: Assembly, split: bool) -> int:
         for placement in (one.input, one.output)
         if isinstance(placement, S) and dim_of(placement) == 1
     }
-    # of tokens that are split for attention a rank has two runs, at most
+    # a rank has at most two ranges of the tokens that are split for attention
     runs = 2 * mesh.size(a.context) if split and a.tokens is not None else 1
     return runs * math.lcm(*(mesh.size(axis) for axis in axes))
 
 
-def _enough_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Mapping[str, Any]:
-    """The batch with tokens behind its own, up to a multiple, that no mask lets another see.
+def _pad_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Mapping[str, Any]:
+    """Return the batch padded with tokens up to a multiple; the mask hides them from all others.
 
-    Positions go on; masks reach over what is kept of tokens before, too.
+    Positions continue; masks also cover the stored tokens before.
     """
     more = -tokens % multiple
     if not more:
         return inputs
 
-    grows = next(name for name in _GROWS if inputs.get(name) is not None)
+    grows = next(name for name in _GROWING if inputs.get(name) is not None)
     mask = "decoder_attention_mask" if grows.startswith("decoder") else "attention_mask"
 
     def filled(name: str, value: Any) -> Any:
@@ -291,8 +305,8 @@ def _enough_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Map
     return {name: filled(name, value) for name, value in inputs.items()}
 
 
-def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
-    """The batch with as many rows as there are parts, the last one again, and how many it had."""
+def _pad_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
+    """Return the batch padded to `least` rows by copies of its last row, and its number of rows."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
     rows = len(tensors[0])
 
@@ -307,13 +321,13 @@ def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any],
 
 
 class KeyValueCache:
-    """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
+    """Keys and values of a microbatch, for the layers of this rank.
 
-    seen   tokens that all layers have had
-    turns  which of them this rank keeps, where rows split sequences; None: all
+    seen   tokens that all layers have processed
+    turns  which of them this rank stores, where rows split sequences; None: all
     """
 
-    turns: Turns | None = None
+    turns: CacheAssignment | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,51 +338,54 @@ class KeyValueCache:
         self._running: dict[int, Decoding] = {}
 
     def part(self, microbatch: int) -> KeyValueCache:
-        """The cache of a microbatch."""
+        """Return the cache of a microbatch."""
         if microbatch not in self._parts:
             self._parts[microbatch] = made = type(self)()
             made._whole = self
         return self._parts[microbatch]
 
-    def begin(self, layout: Layout, tokens: int) -> None:
-        """Keep this rank's tokens of a prompt; what stood behind it is dropped."""
+    def keep_prompt(self, layout: SequenceLayout, tokens: int) -> None:
+        """Store this rank's tokens of a prompt; drop the padding."""
         assert self.turns is not None
-        own = self.turns.prompt(layout, tokens)
+        own = self.turns.assign_prompt(layout, tokens)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
                 if keys.shape[-2] != layout.counts[self.turns.place]:
-                    raise _refused(MORE, WITHOUT)
+                    raise _refusal(OTHER_STATE, NO_CACHE_HELP)
                 part._held[layer] = keys.index_select(-2, own), values.index_select(-2, own)
 
-    def visits(self, tokens: int) -> Callable[[int], Decoding]:
-        """Deal new tokens to ranks; returns what each microbatch of their forward runs in."""
+    def decoding_contexts(self, tokens: int) -> Callable[[int], Decoding]:
+        """Assign new tokens to ranks; return a function that gives the context of each
+        microbatch."""
         assert self.turns is not None
-        own = self.turns.new(tokens)
-        held = self.turns.held
+        own = self.turns.assign_new(tokens)
+        held = self.turns.positions
         self._running = running = dict[int, Decoding]()
         return lambda k: running.setdefault(k, Decoding(held, own))
 
     def advance(self, tokens: int, behind: int = 0) -> None:
-        """Count the tokens of a forward, and drop those behind them; refuse a model that keeps
-        others."""
+        """Count the tokens of a forward, and drop the padding.
+
+        Raises Refusal S627 if the model stores other tokens than expected.
+        """
         self.seen += tokens
         wanted = self.seen + behind
-        if self.turns is not None:  # of which `begin` has dropped some already
-            wanted, behind = len(self.turns.held), 0
-            if any(one.given for one in self._running.values()):
-                raise _refused(MORE, WITHOUT)
+        if self.turns is not None:  # `keep_prompt` has dropped some already
+            wanted, behind = len(self.turns.positions), 0
+            if any(one.returned for one in self._running.values()):
+                raise _refusal(OTHER_STATE, NO_CACHE_HELP)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
                 if keys.shape[-2] != wanted:
-                    raise _refused(MORE, WITHOUT)
+                    raise _refusal(OTHER_STATE, NO_CACHE_HELP)
                 if behind:
                     part._held[layer] = keys[..., : self.seen, :], values[..., : self.seen, :]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values behind those before; a run for shapes leaves no trace."""
-        new = decoding()
+        """Append new keys and values to the stored ones; on the meta device nothing is stored."""
+        new = current_decoding()
         if new is not None:
             return self._dealt(new, key_states, value_states, layer_idx)
         if key_states.is_meta:
@@ -388,50 +405,53 @@ class KeyValueCache:
     def _dealt(
         self, new: Decoding, keys: Tensor, values: Tensor, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """This rank's keys and values, with those of the new ones that it keeps."""
+        """Return this rank's keys and values, after appending the new ones that are assigned to
+        it."""
         if not new.shapes:
-            own, held = new.own, self._held[layer]
+            own, held = new.cached_tokens, self._held[layer]
             if len(own):  # else nothing is copied
                 more = keys.index_select(-2, own), values.index_select(-2, own)
                 held = torch.cat([held[0], more[0]], -2), torch.cat([held[1], more[1]], -2)
             self._held[layer] = keys, values = held
-        new.given.append((keys, values))
+        new.returned.append((keys, values))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before these: alike for all layers, also of one that has had these already."""
+        """Return the tokens before this forward, for every layer, whether or not it has run
+        already."""
         return self._whole.seen
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that the next tokens see; their first is the first of the sequence."""
+        """Return the number of keys that the new tokens see, and the offset of the first (0)."""
         return self._whole.seen + query_length, 0
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Nothing of it: outputs are handed to other ranks, and it stays where it is."""
+        """Pickle as None: outputs are sent to other ranks, the cache stays on its rank."""
         return type(None), ()
 
-    def _other(self, *_: Any, **__: Any) -> Any:
-        raise _refused(MORE, WITHOUT)
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise _refusal(OTHER_STATE, NO_CACHE_HELP)
 
-    update_conv_state = update_recurrent_state = update_indexer = _other
-    get_conv_state = get_recurrent_state = has_previous_state = _other
-    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _other
+    update_conv_state = update_recurrent_state = update_indexer = _refuse
+    get_conv_state = get_recurrent_state = has_previous_state = _refuse
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
 
 
-class _None(dict[int, bool]):
-    """No layer has keys and values of an encoder's tokens: each forward makes them."""
+class _NoUpdates(dict[int, bool]):
+    """A dict without entries: no layer stores keys of the encoder's tokens; each forward makes
+    them."""
 
     def __setitem__(self, layer: int, value: bool) -> None:
-        """Leave it at that."""
+        """Do nothing."""
 
 
 @functools.cache
 def _cache_class(two: bool) -> Any:
-    """Made when first asked for: transformers is imported for its own models only.
+    """Return the class of caches; made on first use, since few runs import transformers.
 
-    two  of a decoder with an encoder: parts have one more cache, which gives back what it is given
+    two  for a decoder with an encoder: each microbatch has a second cache that stores nothing
     """
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -448,7 +468,7 @@ def _cache_class(two: bool) -> Any:
 
     def part(self: Any, microbatch: int) -> Any:
         both = Both(KeyValueCache.part(self, microbatch), Passes())
-        both.is_updated = _None()
+        both.is_updated = _NoUpdates()
         return both
 
     return type("Cache", (one,), {"part": part})

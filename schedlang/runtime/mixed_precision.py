@@ -1,4 +1,4 @@
-"""Compute a module in another dtype than its parameters have; torch.autocast on any device."""
+"""Compute a module in another dtype than its parameters have; torch.autocast for any device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
-from schedlang.runtime.adapters.torch_tensor import at_once_in_backward
+from schedlang.runtime.adapters.torch_tensor import run_first_in_backward
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient
+from schedlang.runtime.modes import AmbientMode, ModeOrFactory, enter_modes
 
-# ---- torch.autocast on any device, the meta device included; and off.
-# torch has no autocast for tensors without values, and counts of memory and of messages are made
-# with them.  There a function mode does what torch's lists for the CPU say: matrix products,
-# convolutions, recurrences and attention in the low dtype, losses, decompositions and a few more in
-# float32, everything else as it comes.
+# ---- torch.autocast for any device, the meta device included; also to disable it.
+# torch has no autocast for tensors without values, but the bytes of memory and of messages are
+# counted with such tensors. A function mode applies the rules of torch's lists for the CPU there:
+# matrix products, convolutions, recurrences and attention in the low dtype; losses, decompositions
+# and a few more in float32; all else in the dtype of its inputs.
 
 
 _LOW_NAMES = {
@@ -50,38 +50,40 @@ _WIDE_NAMES = {
     "inv_ex lstsq matrix_rank qr solve svd svdvals tensorinv tensorsolve",
 }
 _CELL_NAMES = {torch: "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"}
-_WIDEST_NAMES = {torch: "index_copy", Tensor: "index_copy"}  # of cat and stack all do so
+_WIDEST_NAMES = {torch: "index_copy", Tensor: "index_copy"}  # cat and stack do so for all tensors
 
 
-def _named(names: dict[Any, str]) -> frozenset[Any]:
+def _functions_named(names: dict[Any, str]) -> frozenset[Any]:
     return frozenset(getattr(where, n) for where, some in names.items() for n in some.split())
 
 
-_LOW, _WIDE, _WIDEST = map(_named, (_LOW_NAMES, _WIDE_NAMES, _WIDEST_NAMES))
-_SUMS = _named({torch._C._VariableFunctions: "einsum"})
-_CELLS = _named(_CELL_NAMES)  # their products alone are in the low dtype, and are added to the rest
+_LOW, _WIDE, _WIDEST = map(_functions_named, (_LOW_NAMES, _WIDE_NAMES, _WIDEST_NAMES))
+_SUMS = _functions_named({torch._C._VariableFunctions: "einsum"})
+# only their products are in the low dtype; these are added to the rest
+_CELLS = _functions_named(_CELL_NAMES)
 
 
-def _ruled(func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dtype) -> Any:
-    """The dtype that autocast to `low` calls a function with; None: with what it is given."""
-    if func in _LOW or (func in _SUMS and _contracts(args[0])):
+def _autocast_dtype(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dtype
+) -> Any:
+    """Return the dtype in which autocast to `low` calls a function; None: that of its arguments."""
+    if func in _LOW or (func in _SUMS and _is_product(args[0])):
         return low
     if func in _WIDE:
         return torch.float32
     if func in _CELLS:
         return low if args[0].dtype == low else None
-    if func == F.pad:  # what repeats or mirrors is wide, zeros are not
+    if func == F.pad:  # padding that repeats or mirrors is in float32, padding with zeros is not
         mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
         return torch.float32 if mode in ("reflect", "replicate") else None
     if func in _WIDEST:
-        floats = [t.dtype for t in tensors_in((args, kwargs))]
+        floats = [t.dtype for t in float_tensors_in((args, kwargs))]
         return torch.float32 if torch.float32 in floats else None
     return None
 
 
-def _contracts(equation: str) -> bool:
-    """Return whether an einsum sums over an index of two operands: then it is a product of
-    matrices."""
+def _is_product(equation: str) -> bool:
+    """Return whether an einsum sums over an index of two operands: then it is a matrix product."""
     given, _, made = equation.replace(" ", "").partition("->")
     operands = [set(one) - set(".") for one in given.split(",")]
     twice = {name for one in operands for name in one if sum(name in o for o in operands) > 1}
@@ -91,40 +93,41 @@ def _contracts(equation: str) -> bool:
 def autocast(
     device: str, dtype: torch.dtype | None, keeps: bool = False
 ) -> AbstractContextManager[Any]:
-    """Autocast to `dtype` for tensors of a kind of device; None: no autocast.
+    """Return torch.autocast to `dtype` for a kind of device; `dtype` None: autocast disabled.
 
-    keeps  casts of weights serve all uses, by torch's own rule: until no autocast is on
+    keeps  a cast of a weight serves all its uses, by torch's own rule: until autocast ends
     """
     if device == "meta":
-        return Imitated(dtype)
+        return ImitatedAutocast(dtype)
     if dtype is None:
         return torch.autocast(device, enabled=False)
     return torch.autocast(device, dtype=dtype, cache_enabled=keeps)
 
 
-def imitated(device: str) -> AbstractContextManager[Any]:
-    """Imitate, for tensors without values, what autocast does to those on a kind of device."""
+def imitate_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context that gives tensors without values the dtypes of the current autocast of a
+    device."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
-    return Imitated(torch.get_autocast_dtype(device))
+    return ImitatedAutocast(torch.get_autocast_dtype(device))
 
 
 class _Autocasts(threading.local):
     def __init__(self) -> None:
-        self.modes: list[Imitated] = []  # the last one decides
+        self.modes: list[ImitatedAutocast] = []  # the last one is active
 
 
 _autocasts = _Autocasts()
 
 
-class Imitated(Ambient):
-    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts."""
+class ImitatedAutocast(AmbientMode):
+    """A mode with autocast's dtypes for tensors without values; `dtype` None: no casts."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.dtype = dtype
 
-    def __enter__(self) -> Imitated:
+    def __enter__(self) -> ImitatedAutocast:
         _autocasts.modes.append(self)
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         return self
@@ -139,63 +142,64 @@ class Imitated(Ambient):
         kwargs = kwargs or {}
         if self.dtype is None or not _autocasts.modes or _autocasts.modes[-1] is not self:
             return self.run(func, types, args, kwargs)
-        wanted = _ruled(func, args, kwargs, self.dtype)
+        wanted = _autocast_dtype(func, args, kwargs, self.dtype)
         if wanted is not None:
-            args, kwargs = pytree.tree_map(partial(_to, dtype=wanted), (args, kwargs))
+            args, kwargs = pytree.tree_map(partial(_cast_float, dtype=wanted), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
 
-def _to(value: Any, dtype: torch.dtype) -> Any:
+def _cast_float(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
         return value.to(dtype)
     return value
 
 
 # ---- A module that computes in another dtype than its parameters are stored in.
-# Two ways.  Autocast is torch's own, entered around the module's forward.  The other casts the
-# whole module: tensors as they come in, and every parameter where code asks for it, so that a
-# gradient flows back through the cast and into the parameter as it is stored.  A parameter is cast
-# to the dtype of the region in which it is used, not of the one in which it is held: a tied weight
-# may be used in two.  Neither touches a float64 tensor.
+# There are two options. Autocast is torch's own, entered around the module's forward. The other
+# casts the whole module: its input tensors, and every parameter where code reads it, so that a
+# gradient flows back through the cast into the stored parameter. A parameter is cast to the dtype
+# of the region that uses it, not of the region that holds it: a tied weight may be used in two.
+# Neither changes a float64 tensor.
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-class Region:
-    """The part of a model that runs now: the dtype that its parameters are cast to when used.
+class CastRegion:
+    """The part of a model that runs now, with the dtype that its parameters are cast to.
 
-    keeps  casts serve many uses: what `Whole` casts all uses of a parameter by one module, in all
-           microbatches of a step; what torch.autocast does those of one call, as it is by default
+    keeps  cache casts. For `CastLayer`, one cast serves all uses of a parameter by one module, in
+           all microbatches of a step; for torch.autocast, all uses in one call, as is its default
     """
 
     def __init__(self, keeps: bool = False) -> None:
-        # None: as they are stored; set here, for a graph of torch.compile holds for what is set
+        # None: as stored; an attribute, because a graph of torch.compile guards on its value
         self.dtype: torch.dtype | None = None
         self.keeps = keeps
-        # of the step that runs, by module, name and whether it is differentiated
+        # casts of the running step, by module, name and whether gradients are enabled
         self.casts: dict[tuple[int, str, bool], Tensor] | None = None
 
-    def begin(self) -> None:
-        """Keep casts from now on: a step begins."""
+    def begin_step(self) -> None:
+        """Begin a step: cache casts from now on."""
         self.casts = {} if self.keeps else None
 
-    def end(self) -> None:
-        """Let go of them: the last forward has ended, and graphs hold what is left of them."""
+    def end_step(self) -> None:
+        """Drop the cached casts: the last forward has ended, and graphs hold the casts that they
+        need."""
         self.casts = None
 
-    def auto(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
-        """A part of the model under autocast, its parameters as they are stored."""
+    def autocast(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
+        """Return a context with autocast, and parameters as they are stored."""
         if device == "meta" or self.dtype is not None:
-            return self.entered(None, device, dtype)
+            return self.enter(None, device, dtype)
         return autocast(device, dtype, self.keeps)
 
     @contextmanager
-    def using(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """A part of the model in which parameters are cast so."""
+    def cast_parameters(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Cast parameters to `dtype` within the block; None: no casts."""
         before, self.dtype = self.dtype, dtype
         try:
             yield
@@ -203,151 +207,166 @@ class Region:
             self.dtype = before
 
     @contextmanager
-    def entered(
+    def enter(
         self, dtype: torch.dtype | None, device: str, auto: torch.dtype | None
     ) -> Iterator[None]:
-        """A part of the model with its casts; a recomputation stands where its forward stood."""
-        with _casting(device, auto, self.keeps, partial(self.using, dtype)):
+        """Enter the casts of a part of the model; a recomputation enters the same casts again."""
+        with _autocast_with(device, auto, self.keeps, partial(self.cast_parameters, dtype)):
             yield
 
 
 @contextmanager
-def _casting(
+def _autocast_with(
     device: str, dtype: torch.dtype | None, keeps: bool, *more: ModeOrFactory
 ) -> Iterator[None]:
-    """Autocast on a kind of device, beside other modes."""
-    casts = autocast(device, dtype, keeps)  # torch 2.11 cannot compile a question for its class
+    """Enter autocast for a kind of device, together with other modes."""
+    casts = autocast(device, dtype, keeps)  # torch 2.11 cannot compile a test for its class
     modes = (casts,) if device == "meta" else ()
-    # code that asks whether autocast is on (recurrences do) is told so on the meta device too
+    # code that reads whether autocast is on (recurrences do) reads it on the meta device too
     real = autocast("cpu", dtype) if device == "meta" else casts
-    with ambient(*more, *modes), real:
+    with enter_modes(*more, *modes), real:
         yield
 
 
-def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool = False) -> Region:
-    """Let modules of a model compute in other dtypes, in place; what knows where it computes.
+def cast_model(
+    model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool = False
+) -> CastRegion:
+    """Let modules of a model compute in other dtypes, in place; return the region that tracks the
+    dtype.
 
-    Each is the name of a module, one of DTYPES, and whether its parameters are cast, too.
-    keeps: casts of parameters serve a whole step, in which these are as they are.
+    casts  for each module: its name, a name in DTYPES, whether its parameters are cast too
+    keeps  casts of parameters are cached for a step, in which parameters do not change
     """
-    region = Region(keeps)
+    region = CastRegion(keeps)
     for fqn, dtype, params in casts:
         if params:
-            for module in model.modules():  # it may use parameters that others hold
-                if not isinstance(module._parameters, Used):
-                    module._parameters = Used(module._parameters)
+            for module in model.modules():  # it may use parameters of other modules
+                if not isinstance(module._parameters, CastParameters):
+                    module._parameters = CastParameters(module._parameters)
                     module._parameters.region = region
         low, whole = DTYPES[dtype], params or dtype == "fp32"
-        layer: Any = Whole(low, region) if whole else Auto(low, region, inner=bool(fqn))
+        layer: Any = (
+            CastLayer(low, region) if whole else AutocastLayer(low, region, inner=bool(fqn))
+        )
         wrap(model.get_submodule(fqn), "cast", layer)
     return region
 
 
-def as_in(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
-    """Cast parameters of a copy of a module as those of the module itself would be now."""
+def cast_like(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
+    """Return a context that casts the parameters of a copy of a module as those of the module."""
     own, other = (
-        next((m._parameters for m in one.modules() if isinstance(m._parameters, Used)), None)
+        next(
+            (m._parameters for m in one.modules() if isinstance(m._parameters, CastParameters)),
+            None,
+        )
         for one in (module, copied)
     )
-    return nullcontext() if own is None or other is None else other.region.using(own.region.dtype)
+    return (
+        nullcontext()
+        if own is None or other is None
+        else other.region.cast_parameters(own.region.dtype)
+    )
 
 
-class Auto:
-    """The layer around a module's forward: torch.autocast.
+class AutocastLayer:
+    """A layer around a module's forward: torch.autocast.
 
-    What an inner module gives goes on in the dtype that came in, as that of `Whole` does: what
-    follows computes in it.
+    The output of an inner module is cast back to the dtype of its input, as for `CastLayer`: the
+    modules after it compute in that dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, region: Region, inner: bool) -> None:
+    def __init__(self, dtype: torch.dtype, region: CastRegion, inner: bool) -> None:
         self.dtype, self.region, self.inner = dtype, region, inner
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` under it, on the device of what comes in."""
-        with self.region.auto(self.dtype, device_of(args, kwargs)):
+        """Run `inner` under autocast, for the device of its arguments."""
+        with self.region.autocast(self.dtype, device_kind_of(args, kwargs)):
             out = inner(*args, **kwargs)
-        return casted(out, _came(args, kwargs)) if self.inner else out
+        return cast_floats(out, _input_dtype(args, kwargs)) if self.inner else out
 
 
-class Whole:
-    """The layer around a module's forward: everything in one dtype, float32 where it is an island.
+class CastLayer:
+    """A layer around a module's forward: all in one dtype; float32 for islands of full precision.
 
-    What goes out is in the dtype of the first float that came in, else of what is stored.
+    The output is in the dtype of the first float argument, else in that of stored parameters.
     """
 
-    def __init__(self, dtype: torch.dtype, region: Region) -> None:
+    def __init__(self, dtype: torch.dtype, region: CastRegion) -> None:
         self.dtype, self.region = dtype, region
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with cast arguments and parameters."""
-        came = _came(args, kwargs)
+        came = _input_dtype(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
-        with self.region.entered(own, device_of(args, kwargs), None):
-            args, kwargs = casted((args, kwargs), self.dtype)
-            return casted(inner(*args, **kwargs), came)
+        with self.region.enter(own, device_kind_of(args, kwargs), None):
+            args, kwargs = cast_floats((args, kwargs), self.dtype)
+            return cast_floats(inner(*args, **kwargs), came)
 
 
-def _came(args: Any, kwargs: Any) -> torch.dtype:
-    """The dtype of the first float that came in, else the one that parameters are stored in."""
+def _input_dtype(args: Any, kwargs: Any) -> torch.dtype:
+    """Return the dtype of the first float argument, else the dtype of stored parameters."""
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor:
             if value.is_floating_point():
                 return value.dtype
         elif value is not None and not isinstance(value, (bool, int, str)):
-            return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+            return next((t.dtype for t in float_tensors_in((args, kwargs))), torch.float32)
     return torch.float32
 
 
-def used_as(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
-    """The dtype in which a matrix product in this module would take a parameter, at this moment."""
+def product_dtype(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
+    """Return the dtype in which a matrix product in this module would use a parameter now."""
     own = module._parameters
-    if parameter.dtype not in FLOATS:
+    if parameter.dtype not in CAST_DTYPES:
         return parameter.dtype
-    if isinstance(own, Used) and own.region.dtype is not None:
+    if isinstance(own, CastParameters) and own.region.dtype is not None:
         return own.region.dtype
     if device == "meta":
-        said = _autocasts.modes[-1].dtype if _autocasts.modes else None
+        autocast_dtype = _autocasts.modes[-1].dtype if _autocasts.modes else None
     else:
-        said = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return said or parameter.dtype
+        autocast_dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        )
+    return autocast_dtype or parameter.dtype
 
 
-class Used(dict[str, Any]):
-    """Parameters of a module by name, cast where the region that asks computes in another dtype.
+class CastParameters(dict[str, Any]):
+    """Parameters of a module by name, cast to the dtype of the region that reads them.
 
-    What goes through all of them (an optimizer, a state dict) sees them as they are stored.
+    Iteration over the values (an optimizer, a state dict) gives the parameters as they are stored.
     """
 
-    region: Region
+    region: CastRegion
 
     def __getitem__(self, name: str) -> Any:
         parameter, region = super().__getitem__(name), self.region
         dtype = region.dtype
-        if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+        if dtype is None or parameter is None or parameter.dtype not in CAST_DTYPES:
             return parameter
         kept = region.casts
-        if kept is None or torch.compiler.is_compiling():  # a graph casts by itself
+        if kept is None or torch.compiler.is_compiling():  # a graph has its own cast
             return parameter.to(dtype)
         key = id(self), name, torch.is_grad_enabled()
         if key not in kept or kept[key].dtype != dtype:
-            kept[key] = at_once_in_backward(parameter.to(dtype))
+            kept[key] = run_first_in_backward(parameter.to(dtype))
         return kept[key]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The same."""
+        """Return the parameter, cast like `__getitem__`."""
         return self[name] if name in self else default  # noqa: SIM401  (it would call itself)
 
 
-def casted(value: Any, dtype: torch.dtype) -> Any:
-    """A structure with its floats in a dtype; what is float64 stays so.
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floats in a nest to a dtype, except float64.
 
-    A finite number stays one in a tensor without gradient: a mask has float32's lowest in it.
+    In a tensor without gradient finite numbers stay finite: a mask contains float32's lowest
+    number.
     """
-    return pytree.tree_map(lambda leaf: _one(leaf, dtype), value)
+    return pytree.tree_map(lambda leaf: _cast_tensor(leaf, dtype), value)
 
 
-def _one(value: Any, dtype: torch.dtype) -> Any:
-    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in FLOATS:
+def _cast_tensor(value: Any, dtype: torch.dtype) -> Any:
+    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in CAST_DTYPES:
         return value
     if value.dtype == dtype:
         return value
@@ -358,15 +377,15 @@ def _one(value: Any, dtype: torch.dtype) -> Any:
     return torch.where(value.isinf(), made, made.clamp(ends.min, ends.max))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a structure."""
+def float_tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in a nest."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf
 
 
-def device_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
-    """The kind of device on which a call computes: that of the first tensor in its arguments."""
+def device_kind_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
+    """Return the kind of device on which a call computes: that of its first tensor argument."""
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor:
             return value.device.type
@@ -375,15 +394,15 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
 
 
 @dataclass(frozen=True)
-class AutoLoss:
-    """A loss beside the model, under autocast."""
+class AutocastLoss:
+    """A loss outside the model, computed under autocast."""
 
     loss: Callable[..., Any]
     dtype: torch.dtype
 
     def __call__(self, output: Any, batch: Any) -> Any:
-        """The loss of an output."""
-        device = device_of((output, batch))
-        auto = _casting if device == "meta" else autocast
+        """Return the loss of an output."""
+        device = device_kind_of((output, batch))
+        auto = _autocast_with if device == "meta" else autocast
         with auto(device, self.dtype, False):
             return self.loss(output, batch)

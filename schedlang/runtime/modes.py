@@ -1,9 +1,9 @@
-"""Function modes that hold wherever the model computes: in backward and recomputation too.
+"""Function modes that stay active wherever the model computes, also in backward and recomputation.
 
-A function mode of torch is off inside whatever it handles. So `loss.backward()` would run without
-it, and with it every recomputation of a checkpoint and every backward written in Python: float64
-would be left and dropout masks drawn anew, without a word. `Ambient` modes stay on; `reentry` puts
-them back for a recomputation.
+torch disables a function mode inside the functions that it handles, so also inside
+`loss.backward()`: recomputations of checkpoints and backwards written in Python would silently
+leave float64 and draw new dropout masks. `AmbientMode` modes stay active;
+`restore_forward_context` enters them again for a recomputation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from schedlang.runtime.device import HOST
 
 ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
 
-# reading or setting an attribute of a tensor: it draws nothing and makes no new float
-ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+# type of getters and setters of tensor attributes: they draw nothing and make no new float
+ATTRIBUTE_ACCESS = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _PORTALS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 
@@ -43,12 +43,12 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class Ambient(TorchFunctionMode):
-    """A function mode that is also on inside composed functions and inside backward.
+class AmbientMode(TorchFunctionMode):
+    """A function mode that is also active inside composed functions and inside backward.
 
     compiles  compiled regions may run without it: it changes nothing in them
-    eager     else, where it is on in training, why they run eagerly
-    carried   a `Carrying` mode that is entered right above it may ask it itself
+    eager     if not, and the mode is active in training: the reason why regions run eagerly
+    carried   a `CarryingMode` mode that is entered right above may call it directly
     """
 
     compiles = False
@@ -56,34 +56,35 @@ class Ambient(TorchFunctionMode):
     carried = False
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func`; if it is written in Python, what it calls comes to this mode too."""
-        body = _open(func)
-        if body is None or not all(map(_plain, types)):
+        """Call `func`; if it is composed in Python, its calls go through this mode too."""
+        body = _without_dispatch(func)
+        if body is None or not all(map(_has_plain_dispatch, types)):
             return func(*args, **kwargs)
         with self:
             return body(*args, **kwargs)
 
 
-class Carrying(Ambient):
-    """A mode that takes the one right beneath it off torch's stack and asks that itself.
+class CarryingMode(AmbientMode):
+    """A mode that removes the mode right beneath it from torch's stack and calls that mode
+    directly.
 
-    A call then comes through torch once and not twice: of what a proof runs the larger part of the
-    price of a mode is the way to it.  What runs under which modes is as if both were there.
+    A call then passes torch's dispatch once, not twice: in proofs, dispatch is the larger part of a
+    mode's cost. Each function runs under the same modes as if both were on the stack.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._under: list[Ambient | None] = []  # one for each time that this mode is entered
+        self._under: list[AmbientMode | None] = []  # one for each time that this mode is entered
 
     def __enter__(self) -> Self:
         depth = _len_torch_function_stack()
         under = _get_function_stack_at(depth - 1) if depth else None
-        # entered again, as a recomputation does: it carries what it carried, or nothing
-        alike = under is self._under[-1] if self._under else under is not self
-        taken = under if alike and getattr(under, "carried", False) else None
-        if taken is not None:
+        # entered again, as by a recomputation: it carries the same mode as before, or none
+        same = under is self._under[-1] if self._under else under is not self
+        carried = under if same and getattr(under, "carried", False) else None
+        if carried is not None:
             _pop_mode()  # type: ignore[no-untyped-call]
-        self._under.append(taken)
+        self._under.append(carried)
         _push_mode(self)  # type: ignore[no-untyped-call]
         return self
 
@@ -94,22 +95,22 @@ class Carrying(Ambient):
             _push_mode(under)  # type: ignore[no-untyped-call]
 
     @property
-    def under(self) -> Ambient | None:
+    def carried_mode(self) -> AmbientMode | None:
         """The mode that is carried now."""
         return self._under[-1] if self._under else None
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """See Ambient."""
-        body = _open(func)
-        if body is None or not all(map(_plain, types)):
-            return self.ask(func, types, args, kwargs)
+        """Call `func`, see `Ambient.run`."""
+        body = _without_dispatch(func)
+        if body is None or not all(map(_has_plain_dispatch, types)):
+            return self.call_beneath(func, types, args, kwargs)
         _push_mode(self)  # type: ignore[no-untyped-call]
         try:
             return body(*args, **kwargs)
         finally:
             _pop_mode()  # type: ignore[no-untyped-call]
 
-    def ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def call_beneath(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` under the modes beneath."""
         under = self._under[-1] if self._under else None
         if under is None:
@@ -118,8 +119,8 @@ class Carrying(Ambient):
 
     @contextmanager
     def beneath(self) -> Iterator[None]:
-        """Compute, while this mode handles a call, under those beneath."""
-        under = self.under
+        """Run the block, while this mode handles a call, under the modes beneath."""
+        under = self.carried_mode
         if under is None:
             yield
             return
@@ -130,9 +131,11 @@ class Carrying(Ambient):
             _pop_mode()  # type: ignore[no-untyped-call]
 
 
-def _plain(kind: Any) -> bool:
-    """Return whether tensors of this class have no rules of their own, which must see the
-    function."""
+def _has_plain_dispatch(kind: Any) -> bool:
+    """Return whether tensors of this class have no torch function of their own.
+
+    A class with one must see the composed function itself.
+    """
     rules: Any = kind.__torch_function__
     inherited: Any = torch.Tensor.__torch_function__
     plain = rules is torch._C._disabled_torch_function_impl
@@ -140,40 +143,42 @@ def _plain(kind: Any) -> bool:
 
 
 @cache
-def _open(func: Any) -> Callable[..., Any] | None:
-    """A composed function without its detour to the modes, which would never end."""
+def _without_dispatch(func: Any) -> Callable[..., Any] | None:
+    """Return a composed function without its dispatch to modes, which would recurse; None: not
+    composed."""
     if not isinstance(func, FunctionType):
         return None
     composed = func.__module__.startswith(_COMPOSED) or func is torch.Tensor.backward
     if not composed or not set(func.__code__.co_names) & set(_PORTALS):
         return None
-    names = {**func.__globals__, **{portal: _no for portal in _PORTALS}}
+    names = {**func.__globals__, **{portal: _false for portal in _PORTALS}}
     body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
 
-def _no(*_: Any) -> bool:
+def _false(*_: Any) -> bool:
     return False
 
 
 @contextmanager
-def ambient(*modes: ModeOrFactory) -> Iterator[None]:
-    """Enter modes (or what factories make), the last one innermost, known to `reentry`."""
-    with _holding((*_active.modes, *modes)), _on(modes):
+def enter_modes(*modes: ModeOrFactory) -> Iterator[None]:
+    """Enter modes (or what factories make), the last one innermost, so that
+    `restore_forward_context` enters them too."""
+    with _with_active((*_active.modes, *modes)), _enter_all(modes):
         yield
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """No function mode at all, and torch's own default dtype: as in a process of its own."""
+def without_modes() -> Iterator[None]:
+    """Leave all function modes and use torch's own default dtype, within the block."""
     stack: list[Any] = []
     default = torch.get_default_dtype()
     try:
         while _len_torch_function_stack():
             stack.append(_pop_mode())  # type: ignore[no-untyped-call]
         torch.set_default_dtype(torch.float32)
-        with _holding(()):
+        with _with_active(()):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -181,29 +186,30 @@ def outside() -> Iterator[None]:
             _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def again() -> AbstractContextManager[None]:
-    """The ambient modes once more, inside of a function that they were switched off for."""
-    return _on(_active.modes)
+def reenter_modes() -> AbstractContextManager[None]:
+    """Return a context that enters the ambient modes again, inside a function that torch disabled
+    them for."""
+    return _enter_all(_active.modes)
 
 
-def on_stack() -> list[Ambient]:
-    """The ambient modes on torch's stack, the outermost first, with those that others carry."""
+def modes_on_stack() -> list[AmbientMode]:
+    """Return the ambient modes on torch's stack, the outermost first, including carried ones."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [one for mode in stack if isinstance(mode, Ambient) for one in _with_carried(mode)]
+    return [one for mode in stack if isinstance(mode, AmbientMode) for one in _with_carried(mode)]
 
 
-def _with_carried(mode: Ambient) -> list[Ambient]:
-    under = mode.under if isinstance(mode, Carrying) else None
+def _with_carried(mode: AmbientMode) -> list[AmbientMode]:
+    under = mode.carried_mode if isinstance(mode, CarryingMode) else None
     return [mode] if under is None else [*_with_carried(under), mode]
 
 
-def on(kind: type[Ambient]) -> bool:
-    """Return whether an ambient mode of a class is on."""
+def is_active(kind: type[AmbientMode]) -> bool:
+    """Return whether an ambient mode of a class is active."""
     return any(isinstance(mode, kind) for mode in _active.modes)
 
 
 @contextmanager
-def _holding(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
+def _with_active(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
     before = _active.modes
     _active.modes = modes
     try:
@@ -213,7 +219,7 @@ def _holding(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _on(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
+def _enter_all(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode if isinstance(mode, AbstractContextManager) else mode())
@@ -221,21 +227,21 @@ def _on(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
 
 
 def _default_device() -> torch.device:
-    """The device of new tensors; a mode tells it, which is off in backward as others are."""
+    """Return the device of new tensors; without modes (as in backward) the host."""
     return torch.get_default_device() if _len_torch_function_stack() else HOST
 
 
-class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
-    """The context of a recomputation: the modes, scope, site and call counts of when it was made,
-    and the device of new tensors.
+class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
+    """Context for a recomputation: modes, scope, site and call counts, and default device of its
+    forward.
 
-    Make it in forward. It may be entered again and again, in any thread.
+    Make it in forward. It may be entered several times, in any thread.
     """
 
     def __init__(self) -> None:
         self._modes = _active.modes
         self._device = _default_device()
-        self._place = scope.capture()
+        self._place = scope.capture_scope()
         self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
 
     def __enter__(self) -> None:
@@ -244,7 +250,7 @@ class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcon
         if self._device != _default_device():
             modes = (*modes, self._device)
         if modes:  # most recomputations enter nothing
-            place = _within(modes, place)
+            place = _entered_with(modes, place)
         _active.modes = self._modes
         try:
             place.__enter__()
@@ -262,8 +268,8 @@ class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcon
 
 
 @contextmanager
-def _within(
+def _entered_with(
     modes: tuple[ModeOrFactory, ...], place: AbstractContextManager[None]
 ) -> Iterator[None]:
-    with place, _on(modes):
+    with place, _enter_all(modes):
         yield

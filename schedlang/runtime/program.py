@@ -1,8 +1,9 @@
-"""A built program: one rank's part of a scheduled model, trained step by step."""
+"""A built program: one rank's share of a scheduled model, trained step by step."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,59 +15,70 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import (
     Refusal,
-    at_their_callers_lines,
-    closest,
-    unknown,
+    facts_of_unknown,
+    find_closest,
+    refuse_methods_at_caller,
 )
-from schedlang.diagnostics.tables import html_table, number
+from schedlang.diagnostics.tables import format_count, html_table
 from schedlang.pipeline.timeline.table import Op
-from schedlang.runtime import shards, whole
+from schedlang.runtime import full_tensors, weight_export
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
+from schedlang.runtime.batch import (
+    Batch,
+    BatchPart,
+    batch_to_device,
+    check_batch,
+    with_leaf_tensors,
+)
+from schedlang.runtime.batch_weights import Number, nonzero_weight, stack_numbers, sum_numbers
 from schedlang.runtime.checkpointing import archive
-from schedlang.runtime.checkpointing.background import Background
+from schedlang.runtime.checkpointing.background import BackgroundSave
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.collectives import in_its_world
-from schedlang.runtime.context_parallel.install import InShard
-from schedlang.runtime.device import at_hand, numbers, on_accelerator
+from schedlang.runtime.comm.collectives import run_in_own_world
+from schedlang.runtime.context_parallel.installation import ShardContext
+from schedlang.runtime.device import host_number, on_accelerator, plain_numbers
+from schedlang.runtime.full_tensors import full_output
 from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
-    norm_alone,
+    norm_on_one_rank,
     scale_gradients,
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.grad_reduction.zero import packed, reshard, unpacked, used_anywhere
-from schedlang.runtime.launch.heart import inside
-from schedlang.runtime.no_labels import weighing
-from schedlang.runtime.offload.step import Offloaded, with_peer_state
+from schedlang.runtime.grad_reduction.zero import (
+    gradient_flags,
+    pack_flags,
+    reshard_all,
+    unpack_counts,
+)
+from schedlang.runtime.launch.hang_watch import waits_for_ranks
+from schedlang.runtime.offload.offloaded_step import OffloadedState, with_peer_state
+from schedlang.runtime.optim.full_tensor_step import FullTensorStep, step_optimizer
 from schedlang.runtime.optim.loss_scale import LossScale
-from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
-from schedlang.runtime.own_loop import module_of
-from schedlang.runtime.pipeline.executor import BACKWARD, Event
-from schedlang.runtime.pipeline.measured import Watch
-from schedlang.runtime.pipeline.step import Result
-from schedlang.runtime.pipeline.weight_versions import Versions, totals
-from schedlang.runtime.scope import Scope, entered
-from schedlang.runtime.step_batch import Comparing, dealt
+from schedlang.runtime.pipeline.executor import BACKWARD, ScheduledOp
+from schedlang.runtime.pipeline.measured_times import StepTimer
+from schedlang.runtime.pipeline.step import MicrobatchResult
+from schedlang.runtime.pipeline.weight_versions import WeightVersions, sum_update_weights
+from schedlang.runtime.scope import Scope, enter_scope
+from schedlang.runtime.step_batch import BatchComparison, split_step_batch
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
-from schedlang.runtime.training import Training
-from schedlang.runtime.weights import Number, added, positive, together
-from schedlang.runtime.whole import whole_output
+from schedlang.runtime.training_mode import TrainingMode
+from schedlang.runtime.user_loops import module_of, no_copy
+from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-@at_their_callers_lines
-@in_its_world
+@refuse_methods_at_caller
+@run_in_own_world
 @dataclass(repr=False)
 class Program:
     """A scheduled model on this rank.
 
-    `train_step` and `eval_step` take the same whole batch on every rank (`local=True`: this rank's
-    rows) and give the same value on every rank.  Gradients, state and outputs carry the original's
-    names and whole shapes.
+    `train_step` and `eval_step` take the same full batch on every rank (`local=True`: this rank's
+    rows) and return the same value on every rank. Gradients, state and outputs have the original's
+    names and full shapes.
     """
 
     assembly: Assembly
@@ -74,31 +86,39 @@ class Program:
     clip: float | None = None
     step: int = 0
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
-    evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
-    evaluated: tuple[int, int] = (0, 0)  # at which step, and how often: each time draws anew
+    evaluate: bool = False  # train in eval mode: no dropout, running statistics fixed
+    # the step, and the number of evaluations since: each draws anew
+    evaluated: tuple[int, int] = (0, 0)
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
-    whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
-    offloaded: Offloaded | None = None  # what lies off the device
-    watch: Watch | None = None  # notes when the operations of a step run
+    whole: FullTensorStep | None = None  # parameters are gathered for each step of the optimizer
+    offloaded: OffloadedState | None = None  # state that is offloaded from the device
+    watch: StepTimer | None = None  # records when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
-    comparing: Comparing | None = None  # compares the next batch among ranks
-    left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
-    _inputs: list[Part] = field(default_factory=list)
+    comparing: BatchComparison | None = None  # compares the next batch among ranks
+    # missing values of the last output: path -> reason
+    left_out: dict[str, str] = field(default_factory=dict)
+    _inputs: list[BatchPart] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
-    _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
-    _norm: Tensor | float | None = None  # of the last step's gradients, where they lie
-    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # the last step's flags
-    _saving: Background = field(default_factory=Background)  # the save in flight
-    allowed: Callable[[Tensor, Tensor | float], bool] | None = None  # by loss and norm, a step
+    _weights_of_ranks: Sequence[
+        Sequence[Number]
+    ] = ()  # the weights of a step, by replica and microbatch
+    _same_shapes: Callable[[], bool] | None = (
+        None  # whether the parts of all ranks have the same shapes
+    )
+    _norm: Tensor | float | None = None  # norm of the last step's gradients, on the device
+    # the flags of the last step
+    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None
+    _saving: BackgroundSave = field(default_factory=BackgroundSave)  # the save in flight
+    # decides by loss and norm whether to step
+    allowed: Callable[[Tensor, Tensor | float], bool] | None = None
 
     def __post_init__(self) -> None:
-        self._training = Training(self.assembly.module)
+        self._training = TrainingMode(self.assembly.module)
         if self.offloaded is not None:
-            self.offloaded.check_whole(self.whole)
+            self.offloaded.check_full_step(self.whole)
         a = self.assembly
-        self._at = InShard(a.tokens) if a.tokens is not None else None
+        self._at = ShardContext(a.tokens) if a.tokens is not None else None
 
     def __repr__(self) -> str:
         facts = self._facts()
@@ -108,46 +128,55 @@ class Program:
         said = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
         return f"<Program of {self._model}{where}: {said}, step {self.step}{drawn}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        if self.assembly.ranks.mesh.world > 1:
+            raise no_copy("a program of several ranks cannot be copied: its groups are this job's")
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the text of `repr` as a table, for notebooks."""
         return html_table(f"Program of {self._model}", tuple(self._facts().items()))
 
     @cached_property
-    def _versions(self) -> Versions | None:
-        """The versions of weights, where the order updates them inside the step."""
+    def _versions(self) -> WeightVersions | None:
+        """The versions of weights, if the timeline updates weights inside the step."""
         a = self.assembly
         if not a.pipeline.timeline.stale:
             return None
         timeline, place = a.pipeline.timeline, a.pipeline.place
-        return Versions(timeline, place, tuple(a.parameters.values()), self._update)
+        return WeightVersions(timeline, place, tuple(a.parameters.values()), self._update)
 
     @property
     def _model(self) -> str:
         return type(self.assembly.module).__name__
 
     def _facts(self) -> dict[str, str]:
-        """Return the facts of this rank's part that are worth telling; ordinary ones are left
-        out."""
+        """Return the facts of this rank's program for `repr`; usual values are left out."""
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
         held = sum(parameter.numel() for parameter in a.parameters.values())
         facts = {
             "rank": f"{a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else "",
-            "parameters here": number(held),
-            "microbatches": str(a.micro) if a.micro > 1 else "",
+            "parameters here": format_count(held),
+            "microbatches": str(a.microbatches) if a.microbatches > 1 else "",
             "optimizer": type(self.optimizer).__name__
             if self.optimizer is not None
             else "no optimizer",
             "step": str(self.step),
-            "dropout": f"drawn logically ({a.drawn_because})" if a.drawn_because else "",
+            "dropout": f"drawn logically ({a.logical_dropout_reason})"
+            if a.logical_dropout_reason
+            else "",
         }
         return {name: said for name, said in facts.items() if said}
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradients before clipping; None before the first.
+        """The global norm of the last step's gradients before clipping; None before the first step.
 
-        It lies on the device until somebody asks for it: the host then waits for the step.
+        The value is on the device: reading it makes the host wait for the step.
         """
         return None if self._norm is None else float(self._norm)
 
@@ -159,46 +188,50 @@ class Program:
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's part: a sampler's `rank`.  Ranks may share one."""
+        """The index of this rank's part: a sampler's `rank`; several ranks may have the same."""
         a = self.assembly
         return a.ranks.mesh.index(a.ranks.rank, a.row_axes)
 
     def rank_of(self, axis: str) -> int:
-        """The place of this rank along an axis of the mesh, from 0."""
-        return self.assembly.ranks.place(axis)
+        """Return the coordinate of this rank along an axis of the mesh, from 0."""
+        return self.assembly.ranks.coordinate(axis)
 
     @property
     def module(self) -> nn.Module:
-        """The plain module, where no pipeline is involved: bring your own loop (S617).
+        """The plain module, for loops of your own; refused (S617) with a pipeline.
 
-        A loop sums nothing over ranks: where that is needed its backward is refused.
+        Such a loop does not reduce gradients over ranks; if that is needed, backward is refused.
         """
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
         return module_of(self.assembly, any(one.gradient != DEVICE for one in tiers))
 
     # -- a step ----------------------------------------------------------------------------------
 
-    @inside()
+    @waits_for_ranks()
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
-        """Forward, backward, reduction, clipping and optimizer step; the loss of the whole batch.
+        """Run forward, backward, reduction, clipping and optimizer step; return the full batch's
+        loss.
 
-        `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
-        stay for the caller's own.  Submodules that were in eval while the model trained stay so.
-        Under an order with stale weights several updates are made inside, each by the mean of its
-        own microbatches; the loss is that of all of them, each under the weights that it met.
+        `clip` bounds the true global norm of the gradients. Without an optimizer the gradients stay
+        for the caller's own. Submodules in eval while the model trains stay so. With stale weights
+        a step makes several updates, each by the mean of its own microbatches; the loss is the mean
+        over all of them, each under the weights that it ran with.
         """
         self._check_names(batch)
-        if self.assembly.lossless is not None:  # on all ranks: others would wait for the last stage
-            raise Refusal(self.assembly.lossless)
+        # on all ranks: else others would wait for the last stage
+        if self.assembly.no_loss is not None:
+            raise Refusal(self.assembly.no_loss)
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
-        self._training.off() if self.evaluate else self._training.on()
-        self.assembly.held.zero()
+        self._training.evaluate() if self.evaluate else self._training.train()
+        self.assembly.local_parameters.zero()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
-            parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
+            parts = self._inputs = [
+                replace(part, inputs=with_leaf_tensors(part.inputs)) for part in parts
+            ]
         if self._versions is None:
             times = 1.0 if self.loss_scale is None else self.loss_scale.scale
             results = self._run(parts, [times * w / total for w in weights], train=True)
@@ -206,69 +239,69 @@ class Program:
         else:
             self._versions.begin()
             made = self._versions.made
-            # whether an update is made at all is the host's to know: it waits, once
-            weighed = iter(numbers([w for some in self._everyone for w in some]))
-            known = [[next(weighed) for _ in some] for some in self._everyone]
-            self._totals = totals(known, made)
-            scale = [w / positive(self._totals[made[k]]) for k, w in enumerate(weights)]
+            # whether an update happens is decided on the host, which waits once
+            weighed = iter(plain_numbers([w for some in self._weights_of_ranks for w in some]))
+            known = [[next(weighed) for _ in some] for some in self._weights_of_ranks]
+            self._totals = sum_update_weights(known, made)
+            scale = [w / nonzero_weight(self._totals[made[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
-            self._versions.end()
-        loss = self._finish(results, weights, total)
+            self._versions.finish()
+        loss = self._clip_and_reduce(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
         ruled = self.loss_scale is not None or self.allowed is not None
-        if self._versions is None and (not ruled or self._goes(loss)):
+        if self._versions is None and (not ruled or self._should_step(loss)):
             self._step_weights()
         self.step += 1
         return loss
 
-    def _goes(self, loss: Tensor) -> bool:
-        """Return, alike on all ranks, whether the optimizer takes this step: by the loss scale, and
-        by the caller's own rule."""
-        if self.loss_scale is not None and not self.loss_scale.next():
+    def _should_step(self, loss: Tensor) -> bool:
+        """Return, equal on all ranks, whether the optimizer steps: by loss scale and `allowed`."""
+        if self.loss_scale is not None and not self.loss_scale.update():
             return False
         assert self._norm is not None
         return self.allowed is None or self.allowed(loss, self._norm)
 
     def _update(self, made: int) -> None:
-        """One of the updates inside a step: of what this rank holds, by what has come together.
+        """Make one update inside a step, with this rank's gradients of the finished microbatches.
 
-        An update of microbatches without any weight (no labels) leaves everything as it is.
+        An update of microbatches without any weight (no labels) changes nothing.
         """
         if not self._totals[made] > 0:
-            self.assembly.held.zero()
+            self.assembly.local_parameters.zero()
             return
         self._sum()
         self._step_weights()
 
     def _step_weights(self) -> None:
-        """The optimizer's step: on parts, or on whole parameters where it looks at these."""
+        """Step the optimizer: on shards, or on full parameters if it needs these."""
         if self.offloaded is not None:
             self.offloaded.step(self.optimizer, self.whole)
         elif self.whole is not None:
             self.whole.step(self.optimizer)
         elif self.optimizer is not None:
-            step_by_kinds(self.optimizer)
+            step_optimizer(self.optimizer)
 
-    @inside()
+    @waits_for_ranks()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
-        """The output of the whole batch, structured as the model's own, on every rank.
+        """Return the output for the full batch, structured as the model's own, on every rank.
 
-        Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
-        what no rank has whole (`left_out` says what and why): caches of other stages, say.
+        Rows are concatenated; numbers are weighted means over parts. Values that no rank has in
+        full, such as caches of other stages, are None; `left_out` gives their paths and reasons.
         """
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
-        if self.assembly.tokens is not None:  # names tell what is split
+        if self.assembly.tokens is not None:  # names decide which inputs are split
             self._check_names(batch)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
-        """Generate tokens as the model's own `generate` of transformers does, on every rank alike.
+        """Generate tokens as the model's own `generate` of transformers does, equal on every rank.
 
-        inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
+        inputs   prompts (rows, tokens), the same on every rank; ranks split the rows
         options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
-        Keys and values stay where they are made.  Refusal S627 for what it cannot follow.
+        Keys and values stay on the rank that computes them. Raises Refusal S627 for unsupported
+        options.
         """
         from schedlang.runtime.generation import generate
 
@@ -278,13 +311,13 @@ class Program:
     def _evaluate(
         self,
         batch: Batch,
-        each: Callable[[int, Part], Part] | None = None,
+        each: Callable[[int, BatchPart], BatchPart] | None = None,
         local: bool = False,
         whole: bool = False,
     ) -> Any:
-        """The output of a batch, of what `each` makes of microbatch `k`; `whole`: of all tokens."""
-        check_mapping(batch)
-        self._training.off()
+        """Return the output of a batch, of `each(k, microbatch)`; `whole`: of unsplit tokens."""
+        check_batch(batch)
+        self._training.evaluate()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
         parts, weights, _ = self._parts(batch, local, whole)
@@ -292,29 +325,32 @@ class Program:
             parts = [each(k, part) for k, part in enumerate(parts)]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
-        reshard(self.assembly.sliced)
+        reshard_all(self.assembly.sliced)
         if self.offloaded is not None:
-            self.offloaded.arrived()
+            self.offloaded.finish_backward()
         return self._whole(results, parts, weights)
 
     def _whole(
-        self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[Number]
+        self,
+        results: Mapping[int, MicrobatchResult],
+        parts: Sequence[BatchPart],
+        weights: Sequence[Number],
     ) -> Any:
-        weights = numbers(weights)
+        weights = plain_numbers(weights)
         made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
-        layout = parts[0].shard.layout if parts[0].shard is not None else None
-        output, self.left_out = whole_output(self.assembly, made, layout)
+        layout = parts[0].token_shard.layout if parts[0].token_shard is not None else None
+        output, self.left_out = full_output(self.assembly, made, layout)
         return output
 
     def _check_names(self, batch: Batch) -> None:
-        """Refuse names that building has not seen: what a part weighs may hang on them."""
-        known = self.assembly.inputs
+        """Refuse names that were not in the batch of `build`: weights of parts may need them."""
+        known = self.assembly.batch_keys
         if type(batch) is dict and known.issuperset(batch):
             return
-        check_mapping(batch)
+        check_batch(batch)
         new = [name for name in batch if name not in known]
         if new and known:
-            near = closest(new[0], [name for name in known if name not in batch])
+            near = find_closest(new[0], [name for name in known if name not in batch])
             raise Refusal.of(
                 "S619",
                 f"the key `{new[0]}` of the batch was not in the batch of `build`",
@@ -323,59 +359,61 @@ class Program:
                     *((f"did you mean `{near}`?",) if near else ()),
                     "build with a batch that has all keys of training: `sch.build(batch=batch)`",
                 ),
-                facts=unknown(new[0], (near,) if near else ()),
+                facts=facts_of_unknown(new[0], (near,) if near else ()),
             )
 
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
-    ) -> tuple[list[Part], list[Number], Number]:
-        """This rank's microbatches, their weights, and the weight of the whole batch."""
-        mine = dealt(self.assembly, batch, local, whole)
-        self._everyone, self._even = mine.everyone, mine.even
+    ) -> tuple[list[BatchPart], list[Number], Number]:
+        """Return this rank's microbatches, their weights, and the weight of the full batch."""
+        mine = split_step_batch(self.assembly, batch, local, whole)
+        self._weights_of_ranks, self._same_shapes = mine.weights_of_ranks, mine.same_shapes
         device, parts = self.assembly.ranks.device, list(mine.parts)
         if on_accelerator(device):
-            parts = [replace(part, inputs=moved(part.inputs, device)) for part in parts]
+            parts = [replace(part, inputs=batch_to_device(part.inputs, device)) for part in parts]
         return parts, list(mine.weights), mine.total
 
     def _run(
-        self, parts: Sequence[Part], scale: Sequence[Number] | None, *, train: bool
-    ) -> dict[int, Result]:
+        self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
+    ) -> dict[int, MicrobatchResult]:
         a = self.assembly
 
         which = 0 if train else self.evaluated[1]
         scopes = [
-            Scope(self.step, place, part.rows, which, self._even)
+            Scope(self.step, place, part.rows, which, self._same_shapes)
             for place, part in enumerate(parts)
         ]
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
-            shard = parts[op.microbatch].shard
-            scope: contextlib.AbstractContextManager[Any] = entered(scopes[op.microbatch])
+            shard = parts[op.microbatch].token_shard
+            scope: contextlib.AbstractContextManager[Any] = enter_scope(scopes[op.microbatch])
             if shard is not None and self._at is not None:
-                scope = self._at.within(shard, scope)
+                scope = self._at.enter_shard(shard, scope)
             if scale is not None:
-                scope = weighing(scale[op.microbatch], scope)
+                scope = with_loss_weight(scale[op.microbatch], scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
-        early, versions, region = (a.early, self._versions, a.region) if train else (None,) * 3
-        told = a.sliced or any(one is not None for one in (early, versions, region))
+        early, versions, region = (
+            (a.early_reductions, self._versions, a.region) if train else (None,) * 3
+        )
+        observed = a.sliced or any(one is not None for one in (early, versions, region))
 
-        def on_op(event: Event) -> None:
+        def on_op(event: ScheduledOp) -> None:
             if versions is not None:
-                versions.before(event.op)
+                versions.prepare(event.op)
             if early is not None:
-                early.before(event.op.stage, event.last)
-            if region is not None and not event.ahead:
-                region.end()
+                early.prepare(event.op.stage, event.last)
+            if region is not None and not event.before_last_forward:
+                region.end_step()
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
-        # also where it evaluates: a model may draw there, and ranks have to agree
+        # also in evaluation: a model may draw there, and ranks must agree
         moment = self.step if train else (self.step, self.evaluated[1])
-        drawing = a.dropout.drawn_in(moment) if a.dropout is not None else _NOTHING
+        drawing = a.dropout.enter_step(moment) if a.dropout is not None else _NOTHING
         if region is not None:
-            region.begin()
-        a.held.stepping = True
+            region.begin_step()
+        a.local_parameters.stepping = True
         try:
             with drawing:
                 results = a.pipeline.run(
@@ -383,159 +421,164 @@ class Program:
                     scale,
                     train=train,
                     around=around,
-                    on_op=on_op if told else None,
+                    on_op=on_op if observed else None,
                     keep_outputs=self.keep_output or not train,
                 )
         finally:
-            a.held.stepping = False
+            a.local_parameters.stepping = False
             if region is not None:
-                region.end()
+                region.end_step()
         for one in a.sliced.values():
-            one.settle()
+            one.end_prefetch()
         return results
 
     def _sum(self) -> None:
-        """Finish the reductions that are left when the last backward has ended."""
+        """Finish the reductions of gradients that remain after the last backward."""
         a = self.assembly
         if self.offloaded is not None:
-            self.offloaded.arrived()
+            self.offloaded.finish_backward()
         for one in a.sliced.values():
             one.check_calls()
-        a.held.settle()
-        if a.early is not None:
-            a.early.finish()
-        sum_gradients(a.held, a.sums if a.early is None else a.early.rest)
+        a.local_parameters.drop_unwritten()
+        if a.early_reductions is not None:
+            a.early_reductions.finish()
+        sum_gradients(
+            a.local_parameters,
+            a.reductions if a.early_reductions is None else a.early_reductions.rest,
+        )
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
             self.loss_scale.unscale(a.parameters)
 
-    def _finish(
-        self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
+    def _clip_and_reduce(
+        self, results: Mapping[int, MicrobatchResult], weights: Sequence[Number], total: Number
     ) -> Tensor:
-        """Clip by the global norm; the loss and the norm cross the world in one reduction.
+        """Clip by the global norm; all-reduce loss and norm in one collective; return the loss.
 
-        Both stay on this rank's device: the host waits for them when somebody looks at them, and
-        here only for what no host can know, a sliced parameter that this rank had no gradient of.
+        Both stay on this rank's device: the host waits for them when they are read. It waits here
+        only if a ZeRO-sliced parameter got no gradient on this rank: did another rank use it?
         """
         a = self.assembly
         value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
-            self._norm = at_hand(norm_alone(a.parameters, self.clip))
+            self._norm = host_number(norm_on_one_rank(a.parameters, self.clip))
             return torch.as_tensor(value, dtype=a.loss_dtype)
-        squares = at_hand(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
-        names = a.cut
-        used = used_anywhere(a.sliced, a.parameters, names) if names else []
-        both = together([squares, value])
+        squares = host_number(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
+        names = a.sliced_parameters
+        used = gradient_flags(a.sliced, a.parameters, names) if names else []
+        both = stack_numbers([squares, value])
         if used:
-            both = torch.cat([both, self._told(used, both)])
+            both = torch.cat([both, self._used_flags(used, both)])
         end = len(both)
         if scale is not None:
-            both = torch.cat([both, scale.told(both)])
+            both = torch.cat([both, scale.overflow_flag(both)])
         world.all_reduce(both, a.ranks.world.group)
         if scale is not None:
-            scale.hear(both[end:])
+            scale.set_overflow(both[end:])
         if any(not here and name in a.trained for name, here in zip(names, used)):
             sums = both[2:end].tolist()
             for name, count in zip(
-                names, unpacked(sums, len(names), a.ranks.mesh.world, both.dtype)
+                names, unpack_counts(sums, len(names), a.ranks.mesh.world, both.dtype)
             ):
-                if not count and name in a.trained:  # of what nobody used, as in a plain loop
+                # unused on all ranks: no gradient, as in a plain loop
+                if not count and name in a.trained:
                     drop_gradient(a.parameters[name])
-        self._norm = norm = at_hand(both[0].sqrt())
+        self._norm = norm = host_number(both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
         return both[1].to(a.loss_dtype)
 
     def _loss(
-        self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
+        self, results: Mapping[int, MicrobatchResult], weights: Sequence[Number], total: Number
     ) -> Number:
-        """This rank's share of the loss of the whole batch, on an accelerator in float64."""
+        """Return this rank's share of the loss of the full batch, on an accelerator in float64."""
         a = self.assembly
         losses = {k: r.loss for k, r in results.items() if r.loss is not None}
-        # `None in` would ask each tensor whether it equals None, which torch answers by an error
+        # `None in` would compare each tensor with None, which torch answers by an error
         assert len(losses) == len(results), "the model returns no loss: pass `loss=`"
         if not losses or not a.is_primary:
             return 0.0
         shares = [weights[k] / total for k in losses]
-        there = on_accelerator(a.ranks.device)  # what the host has it adds up itself
-        near = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
-        # nothing to be summed; a share that the device alone knows is not asked for
-        alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
-        told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
-        return told.to(torch.float64).reshape(()) if isinstance(told, Tensor) else told
+        there = on_accelerator(a.ranks.device)  # on the host the shares are plain numbers
+        moved = [
+            self._to_step_device(x.double()) if there else host_number(x) for x in losses.values()
+        ]
+        # nothing to add; a weight that is on the device is not read
+        single = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
+        share = moved[0] if single else sum_numbers([x * part for x, part in zip(moved, shares)])
+        return share.to(torch.float64).reshape(()) if isinstance(share, Tensor) else share
 
-    def _near(self, value: Tensor) -> Tensor:
-        """Move a tensor to the device on which collectives of the step take it."""
+    def _to_step_device(self, value: Tensor) -> Tensor:
+        """Move a tensor to the device that the step's collectives use."""
         device = self.assembly.ranks.device
         return value.to(device) if on_accelerator(device) else value.cpu()
 
-    def _told(self, used: Sequence[float], like: Tensor) -> Tensor:
-        """Return which parameters this rank used, packed, beside what it is like.
+    def _used_flags(self, used: Sequence[float], like: Tensor) -> Tensor:
+        """Return flags of which parameters this rank used, packed, on the device of `like`.
 
-        On an accelerator it is kept: the host would wait for each copy from its memory.
+        On an accelerator the tensor is cached: the host would wait for each copy from its memory.
         """
         key = tuple(used)
         if self._used is None or self._used[0] != key:
-            numbers = packed(used, self.assembly.ranks.mesh.world, like.dtype)
+            numbers = pack_flags(used, self.assembly.ranks.mesh.world, like.dtype)
             there = on_accelerator(like)
             self._used = (
                 key,
                 torch.tensor(numbers, dtype=like.dtype).to(like.device) if there else numbers,
             )
-        told = self._used[1]
-        return told if isinstance(told, Tensor) else like.new_tensor(told)
+        flags = self._used[1]
+        return flags if isinstance(flags, Tensor) else like.new_tensor(flags)
 
     # -- state -----------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
-        """The whole gradients of the last step, clipped if it clipped, by original name."""
-        return whole.gradients(self.assembly)
+        """Return the full gradients of the last step, after clipping, by original name."""
+        return full_tensors.full_gradients(self.assembly)
 
     def input_gradients(self) -> dict[str, Tensor | None] | None:
-        """Gradients of the float tensors of the last batch, whole; needs `follow_inputs`.
+        """Return full gradients of the float tensors of the last batch; needs `follow_inputs`.
 
-        None where backward ends before the first stage, which is frozen.
+        None if backward ends before the first stage, which is frozen.
         """
-        if self.assembly.ends_early:
+        if self.assembly.backward_ends_early:
             return None
-        times = 1.0 if self.loss_scale is None else self.loss_scale.last
-        return whole.input_gradients(self.assembly, self._inputs, times)
+        times = 1.0 if self.loss_scale is None else self.loss_scale.used
+        return full_tensors.full_input_gradients(self.assembly, self._inputs, times)
 
     def trained(self) -> list[str]:
-        """Names of all parameters that an optimizer of some rank updates."""
-        return whole.trained(self.assembly)
+        """Return the names of all parameters that an optimizer of some rank updates."""
+        return full_tensors.trained_names(self.assembly)
 
     def replica_errors(self) -> dict[str, float]:
-        """Return the greatest relative difference between copies of one part, by parameter."""
-        return whole.replica_errors(self.assembly)
+        """Return the largest relative difference between copies of one shard, by parameter."""
+        return full_tensors.replica_errors(self.assembly)
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers by original name, also those that a state dict leaves out."""
-        return whole.buffers(self.assembly)
+        """Return all buffers by original name, including those that a state dict omits."""
+        return full_tensors.full_buffers(self.assembly)
 
     def buffer_errors(self) -> dict[str, float]:
         """Return for each buffer 0 if its copies on all ranks are equal, else 1."""
-        return whole.buffer_errors(self.assembly)
+        return full_tensors.buffer_errors(self.assembly)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The original's state dict: its keys, in its order, whole values on every rank's CPU."""
-        return whole.state_dict(self.assembly)
+        """Return the original's state dict: its keys and order, full values on every rank's CPU."""
+        return full_tensors.full_state_dict(self.assembly)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over whole values, as `state_dict` gives them; every rank passes the same.
+        """Load full values, as `state_dict` returns them; every rank passes the same.
 
-        Raises Refusal S641 naming what is missing, unknown or of another shape; then nothing has
-        been changed.
+        Raises Refusal S641 naming keys that are missing, unknown or misshapen, before any change.
         """
-        whole.load_state_dict(self.assembly, state)
-        archive.taken(self)
+        full_tensors.load_full_state(self.assembly, state)
+        archive.settle_loaded(self)
 
     @with_peer_state
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
-        return whole.optimizer_state(self.assembly, self.optimizer)
+        """Return the optimizer's state by original name: full tensors, and plain numbers."""
+        return full_tensors.full_optimizer_state(self.assembly, self.optimizer)
 
     @with_peer_state
     def save(
@@ -549,26 +592,28 @@ class Program:
         """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`.
 
         wait    False: return as soon as the state is copied to host memory; it is written while
-                training goes on.  One save is in flight: the next waits for it
-        beside  plain data that this rank wants kept with it; `archive.beside` reads it
-        An error of a save in the background is told on all ranks by the next `save`, `load` or
-        `saved`; every older checkpoint is there then.
+                training goes on. One save is in flight: the next save waits for it
+        beside  plain data of this rank to store with it; `archive.beside` reads it
+        An error of a background save is raised on all ranks by the next `save`, `load` or `saved`;
+        every older checkpoint is still there then.
         """
         self.saved()
         if wait:
             archive.save(self, path, keep, beside)
         else:
-            self._saving.begin(archive.begun(self, path, keep, beside), self.assembly.ranks.world)
+            self._saving.start(
+                archive.prepare_checkpoint(self, path, keep, beside), self.assembly.ranks.world
+            )
 
     def saved(self) -> None:
-        """Wait until the save in flight is on the disk; without one return at once.
+        """Wait until the save in flight is on disk; return at once without one.
 
-        All ranks together.  Raises the Refusal (S631, S632, S638) of a save that has failed.
+        All ranks call this together. Raises the Refusal (S631, S632, S638) of a failed save.
         """
-        self._saving.end()
+        self._saving.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
+        """Load the last checkpoint of a folder, of any layout; see `archive.load`."""
         self.saved()
         archive.load(self, path)
 
@@ -578,14 +623,16 @@ class Program:
         model: nn.Module,
         *,
         adapter: bool = False,
-        shard: int = shards.SHARD,
+        shard: int = weight_export.FILE_BYTES,
     ) -> None:
-        """Write whole weights in files of `shard` bytes, with adapters merged into them
-        (`shards.export`); with `adapter` the adapters alone, for PEFT
-        (`shards.export_adapter`)."""
+        """Write full weights in files of `shard` bytes, with adapters merged into them
+        (`shards.export`);
+
+        with `adapter` only the adapters, for PEFT (`shards.export_adapter`).
+        """
         a = self.assembly
-        parts, buffers = whole.parts(a), whole.buffers(a)
+        parts, buffers = full_tensors.local_shards(a), full_tensors.full_buffers(a)
         if adapter:
-            shards.export_adapter(a, path, model, parts, buffers, self.trained())
+            weight_export.export_adapter(a, path, model, parts, buffers, self.trained())
         else:
-            shards.export(a, path, model, parts, buffers, shard)
+            weight_export.export_weights(a, path, model, parts, buffers, shard)

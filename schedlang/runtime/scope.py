@@ -1,8 +1,8 @@
-"""The place in the run: step, microbatch, samples, slice, and the module being executed.
+"""The position in the run: step, microbatch, samples, slice, and the module that is executed.
 
-Whatever must not depend on the layout (a dropout mask above all) asks here. The state is kept per
-thread, and `capture` takes all of it along, so that a recomputation can stand where its forward
-stood.
+Code whose result must not depend on the layout (dropout masks above all) reads it here. The state
+is per thread; `capture_scope` stores all of it, so that a recomputation has the scope of its
+forward.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ Moment = int | tuple[int, int]  # a step, or (step, evaluation)
 class Scope:
     """One microbatch of one step; `samples` are the global ids of its rows, in row order.
 
-    evaluation  the how manyth evaluation since the last step this is; 0: it trains
-    even        tells whether all ranks have parts of the same shapes, where that is known
+    evaluation  the number of this evaluation since the last step, from 1; 0: training
+    even        returns whether the parts of all ranks have the same shapes, where known
     """
 
     step: int
     microbatch: int
     samples: tuple[int, ...]
     evaluation: int = 0
-    even: Callable[[], bool] | None = field(default=None, compare=False)
+    same_shapes: Callable[[], bool] | None = field(default=None, compare=False)
 
     @property
     def moment(self) -> Moment:
-        """The step, or the evaluation between two: each draws numbers of its own."""
+        """The step, or (step, evaluation): each has its own random numbers."""
         return (self.step, self.evaluation) if self.evaluation else self.step
 
 
 @dataclass
-class Frame:
-    """The place within one pass over a model: modules entered, and calls per site.
+class PassFrame:
+    """The position within one pass over a model: modules entered, and calls per site.
 
-    turn   counts the passes over an outermost module; None where one is run again
-    memo   what a pass has noted for the case that it is run again; see `memo`
+    turn   number of the pass over an outermost module; None in a pass that is repeated
+    memo   notes of the pass for its repetition; see `pass_memo`
     """
 
     modules: list[tuple[int, str]] = field(
         default_factory=list
     )  # (identity, path), outermost first
     calls: dict[str, int] = field(default_factory=dict)
-    turn: int | None = 0
+    pass_number: int | None = 0
     memo: dict[Any, Any] = field(default_factory=dict)
-    given: bool = False  # the memo, to the next pass
+    keep_memo: bool = False  # whether the next pass gets this memo
 
-    def copy(self) -> Frame:
-        """A frame that does not follow this one, but for what is noted."""
-        return Frame(list(self.modules), dict(self.calls), None, self.memo)
+    def copy(self) -> PassFrame:
+        """Copy the frame; the copy shares only the memo."""
+        return PassFrame(list(self.modules), dict(self.calls), None, self.memo)
 
 
 class _Here(threading.local):
@@ -64,56 +64,59 @@ class _Here(threading.local):
     slice: Any = None  # of the sequence: a Visit
 
     def __init__(self) -> None:
-        self.frame = Frame()
+        self.frame = PassFrame()
 
 
 _here = _Here()
 
 
 def current() -> Scope | None:
-    """The scope of the microbatch that runs in this thread; None outside any."""
+    """Return the scope of the microbatch that runs in this thread; None outside any."""
     return _here.scope
 
 
-def site() -> str:
-    """The path of the innermost module that is being executed; "" for the root or outside any."""
+def current_site() -> str:
+    """Return the path of the innermost module that is running; "" for the root or outside any."""
     return _here.frame.modules[-1][1] if _here.frame.modules else ""
 
 
-def innermost() -> int:
-    """The identity of the innermost module that is being executed; 0 outside any."""
+def innermost_module() -> int:
+    """Return the id of the innermost module that is running; 0 outside any."""
     return _here.frame.modules[-1][0] if _here.frame.modules else 0
 
 
-def next_call(where: str) -> int:
-    """Count one more call at a site: 0, 1, ... within one pass over the outermost module."""
+def count_call(where: str) -> int:
+    """Count one more call at a site; return its number 0, 1, ... within one pass over the outermost
+    module."""
     calls = _here.frame.calls
     number = calls.get(where, 0)
     calls[where] = number + 1
     return number
 
 
-def turn() -> int | None:
-    """The how manyth pass over an outermost module this is; None: it runs what ran before."""
-    return _here.frame.turn
+def pass_number() -> int | None:
+    """Return the number of this pass over an outermost module; None: it repeats an earlier pass."""
+    return _here.frame.pass_number
 
 
-def memo() -> dict[Any, Any] | None:
-    """Return the notes of this pass: one that repeats an earlier pass finds that one's notes.
+def pass_memo() -> dict[Any, Any] | None:
+    """Return the notes of this pass; a pass that repeats an earlier one gets the earlier one's
+    notes.
 
-    So nothing is asked of a device twice.  None outside of any pass: nothing would forget them.
+    So nothing is read from a device twice. None outside of any pass: the notes would never be
+    dropped.
     """
     return _here.frame.memo if _here.scope is not None or _here.frame.modules else None
 
 
-def noted() -> dict[Any, Any]:
-    """Return the notes of the last pass, for `remember`."""
+def last_memo() -> dict[Any, Any]:
+    """Return the notes of the last pass, for `reuse_memo`."""
     return _here.frame.memo
 
 
-def remember(noted: dict[Any, Any]) -> None:
-    """Let the next pass over an outermost module find what an earlier one has noted."""
-    _here.frame.memo, _here.frame.given = noted, True
+def reuse_memo(noted: dict[Any, Any]) -> None:
+    """Let the next pass over an outermost module use the notes of an earlier pass."""
+    _here.frame.memo, _here.frame.keep_memo = noted, True
 
 
 def skip_calls(where: str, count: int) -> None:
@@ -122,20 +125,22 @@ def skip_calls(where: str, count: int) -> None:
     calls[where] = calls.get(where, 0) + count
 
 
-def visit() -> Any:
-    """Return the visit of a slice in this thread; None where sequences are whole."""
+def current_visit() -> Any:
+    """Return the visit of a slice in this thread; None where sequences are unsliced."""
     return _here.slice
 
 
-class Placed:
-    """A context that stands somewhere in the run; entered once, in every operation of a step.
+class ScopeContext:
+    """A context that sets the position in the run; one is entered in every operation of a step.
 
-    stays  the scope is the one that holds where it is entered
+    stays  the current scope stays
     """
 
     __slots__ = ("before", "frame", "part", "scope", "stays")
 
-    def __init__(self, scope: Scope | None, frame: Frame, part: Any, stays: bool = False) -> None:
+    def __init__(
+        self, scope: Scope | None, frame: PassFrame, part: Any, stays: bool = False
+    ) -> None:
         self.scope, self.frame, self.part, self.stays = scope, frame, part, stays
 
     def __enter__(self) -> None:
@@ -148,27 +153,28 @@ class Placed:
         _here.scope, _here.frame, _here.slice = self.before
 
 
-def entered(scope: Scope) -> Placed:
-    """Run one operation of a microbatch, forward or backward; what it leaves is forgotten."""
-    return Placed(scope, Frame(), None)
+def enter_scope(scope: Scope) -> ScopeContext:
+    """Return a context for one operation of a microbatch, forward or backward, with a new frame."""
+    return ScopeContext(scope, PassFrame(), None)
 
 
-def visiting(part: Any) -> Placed:
-    """Run the operation of one slice of the sequence, in the scope that holds."""
-    return Placed(None, Frame(), part, stays=True)
+def enter_slice(part: Any) -> ScopeContext:
+    """Return a context for the operation of one slice of the sequence, in the current scope."""
+    return ScopeContext(None, PassFrame(), part, stays=True)
 
 
-def capture() -> Callable[[], Any]:
-    """Remember scope, slice, site and call counts; each call of the result is a context of them."""
+def capture_scope() -> Callable[[], Any]:
+    """Store scope, slice, site and call counts; each call of the result returns a context with
+    them."""
     scope, frame, part = _here.scope, _here.frame.copy(), _here.slice
-    return lambda: Placed(scope, frame.copy(), part)
+    return lambda: ScopeContext(scope, frame.copy(), part)
 
 
 def named_sites(module: nn.Module, prefix: str = "") -> list[RemovableHandle]:
-    """Let every module below `module` say its path while it runs; returns the handles that undo it.
+    """Let every module below `module` set its path while it runs; return the handles of the hooks.
 
     The counts of calls start anew whenever an outermost module is entered. A forward may end by any
-    exception: a module left so is dropped when the module around it, or the scope, is left.
+    exception: its entry is dropped when the module around it, or the scope, is left.
     """
     handles = []
     for name, child in module.named_modules(prefix=prefix):
@@ -184,10 +190,10 @@ def _enter(name: str) -> Callable[[nn.Module, Any], None]:
         frame = _here.frame
         if not frame.modules:
             frame.calls.clear()
-            if frame.turn is not None:
-                frame.turn += 1
-                frame.memo = frame.memo if frame.given else {}
-                frame.given = False
+            if frame.pass_number is not None:
+                frame.pass_number += 1
+                frame.memo = frame.memo if frame.keep_memo else {}
+                frame.keep_memo = False
         frame.modules.append((id(module), name))
 
     return enter
@@ -195,7 +201,7 @@ def _enter(name: str) -> Callable[[nn.Module, Any], None]:
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     modules = _here.frame.modules
-    # the entry may be missing: an exception before our own pre-hook still calls this hook
+    # the entry may be missing: after an exception before our pre-hook, this hook is called still
     for depth in range(len(modules) - 1, -1, -1):
         if modules[depth][0] == id(module):
             del modules[depth:]

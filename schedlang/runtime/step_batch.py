@@ -1,4 +1,4 @@
-"""The batch of one step: dealt to ranks, and compared among them before the step runs."""
+"""The batch of one step: split over ranks, and compared among ranks before the step runs."""
 
 from __future__ import annotations
 
@@ -14,45 +14,51 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Batch, Part, named_tensors, rows_of, split
+from schedlang.runtime.batch import Batch, BatchPart, named_tensors, row_count, split_batch
+from schedlang.runtime.batch_weights import (
+    Number,
+    are_on_host,
+    filled_like,
+    if_positive,
+    sum_numbers,
+)
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.agreement import Item, checksum, differences
+from schedlang.runtime.comm.agreement import AgreementItem, checksum, describe_differences
 from schedlang.runtime.comm.collectives import all_gather
 from schedlang.runtime.device import has_float64
-from schedlang.runtime.weights import Number, added, filled, instead, known
 
-# ---- A batch of a whole step dealt to ranks: the microbatches of this one, and what all weigh.
+# ---- Split the batch of a step over ranks: this rank's microbatches, and the weights of all parts.
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """This rank's microbatches and their weights, those of the whole batch, and of everyone.
+class SplitBatch:
+    """This rank's microbatches and their weights, and the weights of all ranks.
 
-    everyone  of each replica, the weight of each of its microbatches
-    even      tells whether the parts of all ranks have the same shapes
+    everyone  for each replica, the weight of each of its microbatches
+    even      returns whether the parts of all ranks have the same shapes
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[BatchPart]
     weights: Sequence[Number]
-    everyone: Sequence[Sequence[Number]]
-    even: Callable[[], bool]
+    weights_of_ranks: Sequence[Sequence[Number]]
+    same_shapes: Callable[[], bool]
 
     @cached_property
-    def all(self) -> Number:
-        """The weight of all parts together."""
-        return added([one for weights in self.everyone for one in weights])
+    def weight_sum(self) -> Number:
+        """The sum of the weights of all parts."""
+        return sum_numbers([one for weights in self.weights_of_ranks for one in weights])
 
     @property
     def total(self) -> Number:
-        """The weight of the whole batch; where nothing weighs anything all parts weigh 1."""
-        return instead(self.all, float(sum(map(len, self.everyone))))
+        """The weight of the full batch; if all weights are zero, every part weighs 1."""
+        return if_positive(self.weight_sum, float(sum(map(len, self.weights_of_ranks))))
 
 
-def dealt(a: Assembly, batch: Batch, local: bool, whole: bool = False) -> Dealt:
-    """Return this rank's part of a batch: of the whole batch, or (`local`) of its own rows.
+def split_step_batch(a: Assembly, batch: Batch, local: bool, whole: bool = False) -> SplitBatch:
+    """Return this rank's part of a batch: of the full batch, or (`local`) of its own rows.
 
-    `whole`: all ranks of a sequence get all its tokens.
-    Raises Refusal S618 where `local` is neither true nor false: a word of a configuration is not.
+    `whole`: all ranks of a sequence get all its tokens. Raises Refusal S618 if `local` is neither
+    True nor False (a string of a configuration, say).
     """
     if not isinstance(local, bool):
         raise Refusal.of(
@@ -60,80 +66,83 @@ def dealt(a: Assembly, batch: Batch, local: bool, whole: bool = False) -> Dealt:
             f"`local` is {local!r}",
             helps=("give True where each rank has rows of its own, else False",),
         )
-    mine = _of_rows(a, batch) if local else _of_all(a, batch, whole)
-    # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
-    weight = mine.all
+    mine = _split_local_rows(a, batch) if local else _split_full_batch(a, batch, whole)
+    # if all weights are zero: the model's own loss (NaN, or 0) in every layout
+    weight = mine.weight_sum
     if not isinstance(weight, Tensor) and weight > 0:
         return mine
-    return replace(mine, weights=[instead(one, 1.0, weight) for one in mine.weights])
+    return replace(mine, weights=[if_positive(one, 1.0, weight) for one in mine.weights])
 
 
-def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
-    shares, replicas, place = a.parts
-    alone = replicas * a.micro == 1 and a.tokens is None and pytree.flat(batch)
-    if alone and (count := rows_of(batch)):  # as it is, and weighed against nothing
-        return Dealt([Part({**batch}, tuple(range(count)))], [1.0], [[1.0]], _alike)
+def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
+    shares, replicas, place = a.batch_parts
+    alone = replicas * a.microbatches == 1 and a.tokens is None and pytree.is_flat(batch)
+    if alone and (count := row_count(batch)):  # one part: its weight cancels
+        return SplitBatch([BatchPart({**batch}, tuple(range(count)))], [1.0], [[1.0]], _always)
     weigh: list[list[Number]]
-    known = a.dealings if a.tokens is None else None
+    known = a.split_batches if a.tokens is None else None
     if known is not None and (key := (id(batch), replicas)) in known:
         _, everyone, weigh, even = known[key]
-        return Dealt(everyone[place], weigh[place], weigh, even)
-    everyone = split(batch, shares, a.micro)
+        return SplitBatch(everyone[place], weigh[place], weigh, even)
+    everyone = split_batch(batch, shares, a.microbatches)
     if a.tokens is not None:
         copies = a.tokens.ranks
         everyone = [
             parts
             for share in everyone
-            for parts in ([share] * copies if whole else a.by_tokens(share))
+            for parts in ([share] * copies if whole else a.split_tokens(share))
         ]
-    if replicas * a.micro == 1 or (known is None and a.unweighed):
+    if replicas * a.microbatches == 1 or (known is None and a.needs_no_weights):
         weigh = [[1.0] * len(parts) for parts in everyone]
     else:
-        weights = iter(a.weigh_all([part for parts in everyone for part in parts]))
+        weights = iter(a.part_weights([part for parts in everyone for part in parts]))
         weigh = [[next(weights) for _ in parts] for parts in everyone]
     even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
-    if known is not None:  # with the batch, so that no other gets its identity
+    if known is not None:  # with the batch, so that no other object gets its id
         known[id(batch), replicas] = batch, everyone, weigh, even
-    return Dealt(everyone[place], weigh[place], weigh, even)
+    return SplitBatch(everyone[place], weigh[place], weigh, even)
 
 
-def _alike() -> bool:
+def _always() -> bool:
     return True
 
 
-def _of_rows(a: Assembly, batch: Batch) -> Dealt:
+def _split_local_rows(a: Assembly, batch: Batch) -> SplitBatch:
     mesh = a.ranks.mesh
-    (rows,) = split(batch, 1, a.micro)
-    own = a.by_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
-    weights = a.weigh_all(own)
+    (rows,) = split_batch(batch, 1, a.microbatches)
+    own = a.split_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
+    weights = a.part_weights(own)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
-        return Dealt(own, weights, [weights], lambda: True)
-    on_host = a.ranks.on_host(a.replicas)
+        return SplitBatch(own, weights, [weights], lambda: True)
+    on_host = a.ranks.host_group(a.replicas)
     assert on_host is not None
-    # what lies on the device is told there; whether any rank's does, and rows, by the host
-    own_known = known(weights)
-    said = weights if own_known else [0.0] * len(weights)
+    # weights on the device are gathered there; the host gathers whether there are any, and rows
+    own_known = are_on_host(weights)
+    host_weights = weights if own_known else [0.0] * len(weights)
     shapes = crc32(repr(_shapes(own)).encode())
-    told = world.all_gather_numbers(
-        [*map(float, said), not own_known, shapes, rows_of(batch)], on_host
+    gathered = world.all_gather_numbers(
+        [*map(float, host_weights), not own_known, shapes, row_count(batch)], on_host
     )
-    everyone: Sequence[Sequence[Number]] = [row[:-3] for row in told]
-    if any(there for *_, there, _, _ in told):
-        everyone = _of_device(a, weights)
+    everyone: Sequence[Sequence[Number]] = [row[:-3] for row in gathered]
+    if any(there for *_, there, _, _ in gathered):
+        everyone = _gather_on_device(a, weights)
         weights = list(everyone[group.rank])
-    first = sum(  # samples are numbered across all ranks; those of a sequence have the same
+    # samples are numbered across all ranks; ranks of one sequence have the same samples
+    first = sum(
         int(count)
-        for rank, (*_, count) in zip(group.ranks, told)
+        for rank, (*_, count) in zip(group.ranks, gathered)
         if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-    return Dealt(parts, weights, everyone, lambda: len({shape for *_, shape, _ in told}) == 1)
+    return SplitBatch(
+        parts, weights, everyone, lambda: len({shape for *_, shape, _ in gathered}) == 1
+    )
 
 
-def _shapes(parts: Sequence[Part]) -> tuple[object, ...]:
-    """The shapes of all that a rank is given."""
+def _shapes(parts: Sequence[BatchPart]) -> tuple[object, ...]:
+    """Return the names, dtypes and shapes of all tensors of a rank."""
     return tuple(
         (name, value.dtype, *value.shape)
         for part in parts
@@ -141,18 +150,17 @@ def _shapes(parts: Sequence[Part]) -> tuple[object, ...]:
     )
 
 
-def _of_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
+def _gather_on_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
     """Gather the weights of each rank's parts, from device to device."""
     device = a.ranks.device
     kind = torch.float64 if has_float64(device) else torch.float32
     like = torch.empty((), dtype=kind, device=device)
-    mine = torch.stack([filled(like, one) for one in weights])
-    told = all_gather(mine, 0, a.ranks.group(a.replicas))
-    return [list(row.unbind()) for row in told.view(-1, len(weights))]
+    mine = torch.stack([filled_like(like, one) for one in weights])
+    gathered = all_gather(mine, 0, a.ranks.group(a.replicas))
+    return [list(row.unbind()) for row in gathered.view(-1, len(weights))]
 
 
-# ---- The batch of a step and the optimizer's settings, compared among ranks before the step
-# runs.
+# ---- Compare the batch of a step and the optimizer's settings among ranks, before the step runs.
 
 
 _HELPS = (
@@ -162,21 +170,23 @@ _HELPS = (
 
 
 @dataclass(frozen=True)
-class Comparing:
-    """Raises the same Refusal (S652) on all ranks where their steps would differ.
+class BatchComparison:
+    """Raises the same Refusal (S652) on all ranks if their steps would differ.
 
-    `settings` gives the optimizer's, which a scheduler may have changed; `every` step is compared,
-    or the first and the first evaluation: samplers that are seeded by rank differ there.
+    settings  returns the optimizer's settings, which a scheduler may have changed
+    every     whether all steps are compared, or only the first step and the first evaluation:
+              samplers with a seed per rank already differ there
     """
 
-    settings: Callable[[], list[Item]]
+    settings: Callable[[], list[AgreementItem]]
     every: bool
-    _done: set[bool] = field(default_factory=set)  # whether of steps, of evaluations
+    # whether evaluations (True) or steps (False) have been compared
+    _done: set[bool] = field(default_factory=set)
 
     def check(self, a: Assembly, batch: Batch, local: bool, step: int | None) -> None:
-        """One small collective, of digests; under `local` ranks of the same rows are compared.
+        """Compare digests in one small collective; under `local`, among ranks of the same rows.
 
-        step: None: an evaluation
+        step  None: an evaluation
         """
         if not self.every:
             if (step is None) in self._done:
@@ -184,11 +194,13 @@ class Comparing:
             self._done.add(step is None)
             if not local and _same_for_all(a, batch):
                 return
-        kinds = Item("batch", {name: _kind(value) for name, value in batch.items()}, helps=_HELPS)
-        values = Item(
+        kinds = AgreementItem(
+            "batch", {name: _kind(value) for name, value in batch.items()}, helps=_HELPS
+        )
+        values = AgreementItem(
             "batch",
             {name: _value(value) for name, value in batch.items()},
-            shown=False,
+            readable=False,
             helps=_HELPS,
         )
         (settings,) = self.settings()
@@ -196,17 +208,17 @@ class Comparing:
         rows = a.ranks.mesh.index(a.ranks.rank, a.replicas) if local else 0
         parts = [dict(kinds.parts), shapes, dict(values.parts), dict(settings.parts)]
         everyone = world.all_gather_object((rows, parts))
-        items = (kinds, Item("batch", shapes, helps=_HELPS), values, settings)
+        items = (kinds, AgreementItem("batch", shapes, helps=_HELPS), values, settings)
         for place, item in enumerate(items):
-            for ranks in _compared(everyone, apart=item is values):
+            for ranks in _rank_groups(everyone, apart=item is values):
                 _check(item, {rank: everyone[rank][1][place] for rank in ranks}, step)
 
 
 def _same_for_all(a: Assembly, batch: Batch) -> bool:
-    """Return, on all ranks the same, whether all were given the same batch.
+    """Return, equal on all ranks, whether all ranks have the same batch.
 
-    Where a number and its square are on average what they are here, they are that everywhere; of 20
-    bits the sums are exact.
+    If a number equals the mean over ranks, and its square the mean of squares, it is equal on all
+    ranks; for 20 bits the sums are exact.
     """
     own = crc32(repr([(name, _value(value)) for name, value in batch.items()]).encode()) >> 12
     found = torch.tensor([own, own**2], dtype=torch.float64, device=a.ranks.device)
@@ -214,16 +226,16 @@ def _same_for_all(a: Assembly, batch: Batch) -> bool:
     return found.tolist() == [a.ranks.mesh.world * own, a.ranks.mesh.world * own**2]
 
 
-def _compared(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
-    """All ranks, or those that were given the same rows."""
+def _rank_groups(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
+    """Return groups of ranks to compare: all ranks, or those with the same rows."""
     rows: dict[int, list[int]] = {}
     for rank, (own, _) in enumerate(everyone):
         rows.setdefault(own if apart else 0, []).append(rank)
     return list(rows.values())
 
 
-def _check(item: Item, said: Mapping[int, Mapping[str, str]], step: int | None) -> None:
-    title, notes = differences(item, said)
+def _check(item: AgreementItem, values: Mapping[int, Mapping[str, str]], step: int | None) -> None:
+    title, notes = describe_differences(item, values)
     if notes:
         when = "an evaluation" if step is None else f"step {step}"
         raise Refusal.of("S652", f"{title} in {when}", notes=tuple(notes), helps=item.helps)

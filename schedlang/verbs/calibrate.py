@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.verbs.ending import bad_option, check_positive, show_json
+from schedlang.verbs.exits import bad_option, check_positive, show_json
 from schedlang.verbs.inputs import check_folders, write_text
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.calibrated import Fitted
+    from schedlang.passes.simulate.calibration import FittedMachine
     from schedlang.passes.simulate.machine import Cluster
-    from schedlang.runtime.rates import Rate
-    from schedlang.verbs.telling import Telling
+    from schedlang.runtime.device_rates import Rate
+    from schedlang.verbs.progress import ProgressLine
 
 
 @verb
@@ -71,9 +71,9 @@ def calibrate(
     of `--like`.  With `--runs` nothing is measured: the constants are fitted so that the predicted
     time of each run is its `step_s` in the table.
     """
-    from schedlang.passes.simulate.calibrated import fitted
-    from schedlang.runtime.device import on_host, own_device
-    from schedlang.verbs.telling import Telling
+    from schedlang.passes.simulate.calibration import fit_machine
+    from schedlang.runtime.device import local_device, on_host
+    from schedlang.verbs.progress import ProgressLine
 
     check_positive("longest", longest)
     check_folders(out=out)
@@ -84,28 +84,30 @@ def calibrate(
         return
     if ranks < 1:
         bad_option(f"`--ranks {ranks}` are too few", "give 2, or 1 to measure no messages")
-    host = on_host(own_device())
+    host = on_host(local_device())
     chosen = _check_dtype(dtype, host)
     base = _base_machine(like, host, ranks)
-    with Telling(as_json) as telling:
+    with ProgressLine(as_json) as telling:
         rates, sent = _measure_rates(longest, ranks if host else 1, telling)
-    found = fitted(base, rates, sent, chosen, ranks)
+    found = fit_machine(base, rates, sent, chosen, ranks)
     samples = [asdict(one) for one in (*rates, *sent)]
     _write_machine(found, out, as_json, {"samples": samples})
 
 
-def _write_machine(found: Fitted, out: Path | None, as_json: bool, more: dict[str, Any]) -> None:
+def _write_machine(
+    found: FittedMachine, out: Path | None, as_json: bool, more: dict[str, Any]
+) -> None:
     """Write the machine, or print it."""
-    from schedlang.passes.simulate.calibrated import text
+    from schedlang.passes.simulate.calibration import machine_toml
 
     if out is not None:
-        write_text(out, text(found))
+        write_text(out, machine_toml(found))
     if as_json:
         machine = asdict(found.cluster) | {"peaks": dict(found.cluster.peaks)}
         machine["low"] = None if math.isinf(found.cluster.low) else found.cluster.low
-        show_json({"machine": machine, "how": dict(found.how), **more})
+        show_json({"machine": machine, "how": dict(found.remarks), **more})
     elif out is None:
-        print(text(found), end="")
+        print(machine_toml(found), end="")
     else:
         print(f"{out}: {found.cluster.name}, read it with `--on {out}`")
 
@@ -118,12 +120,12 @@ def _fit_to_runs(
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.ir.primitive import load_all
+    from schedlang.passes.planner.measured_runs import chains_of, fitted_to_runs, read_runs
     from schedlang.passes.planner.profile import Profiles
-    from schedlang.passes.planner.runs import chains_of, fitted_to_runs, read_runs
-    from schedlang.passes.simulate.calibrated import Fitted
+    from schedlang.passes.simulate.calibration import FittedMachine
     from schedlang.passes.simulate.machine import CLUSTERS, cluster_named
-    from schedlang.passes.simulate.nodes import Nodes
-    from schedlang.verbs.searched import batch_of
+    from schedlang.passes.simulate.node_cluster import Nodes
+    from schedlang.verbs.model_search import batch_of
 
     base = cluster_named(like)[0] if like is not None else None
     if base is None:
@@ -139,38 +141,38 @@ def _fit_to_runs(
     profiles = Profiles(facts, batch_of(file), file.loss, file.weight, "" if wide else "bf16")
     chains = chains_of(runs, timed, profiles, base, profiles.recipe)
     found = fitted_to_runs(timed, chains, base, profiles.recipe)
-    off, alone = found.error(found.told), found.error(found.alone)
+    off, alone = found.error(found.predicted), found.error(found.left_out)
     if not as_json:
-        kept = f"; not told by them: {', '.join(found.kept)}" if found.kept else ""
+        kept = f"; not told by them: {', '.join(found.unfitted)}" if found.unfitted else ""
         print(f"{len(timed)} runs, {off:.1%} off in the mean, each left out {alone:.1%}{kept}")
     each = [
         {**asdict(run), "told": predicted, "alone": left_out}
-        for run, predicted, left_out in zip(timed, found.told, found.alone, strict=True)
+        for run, predicted, left_out in zip(timed, found.predicted, found.left_out, strict=True)
     ]
-    more = {"mape": off, "left_out": alone, "not_told": found.kept, "runs": each}
-    _write_machine(Fitted(found.cluster, found.how), out, as_json, more)
+    more = {"mape": off, "left_out": alone, "not_told": found.unfitted, "runs": each}
+    _write_machine(FittedMachine(found.cluster, found.remarks), out, as_json, more)
 
 
 def _check_dtype(asked: str | None, host: bool) -> str:
-    from schedlang.passes.simulate.calibrated import WIDTHS
+    from schedlang.passes.simulate.calibration import DTYPE_BYTES
 
-    if asked is not None and asked not in WIDTHS:
-        bad_option(f"cannot measure in `{asked}`", f"give one of {', '.join(WIDTHS)}")
+    if asked is not None and asked not in DTYPE_BYTES:
+        bad_option(f"cannot measure in `{asked}`", f"give one of {', '.join(DTYPE_BYTES)}")
     return asked or ("float32" if host else "bfloat16")
 
 
 def _base_machine(like: str | None, host: bool, ranks: int) -> Cluster:
     """Return the machine whose fields are used where nothing is measured."""
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
-    from schedlang.runtime.device import name_of, own_device, total_bytes
+    from schedlang.runtime.device import device_name, local_device, total_bytes
 
     known = cluster_named(like)[0] if like is not None else None
     known = known.slowest if known is not None else None  # of different nodes, one machine
     if known is None and (like is not None or not host or ranks < 2):
         title = f"unknown machine `{like}`" if like else "links between ranks are not measured"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like h100`")
-    name = re.sub(r"\W+", "_", name_of(own_device()).lower()) or "host"
-    held = total_bytes(own_device())
+    name = re.sub(r"\W+", "_", device_name(local_device()).lower()) or "host"
+    held = total_bytes(local_device())
     if known is None:
         return Cluster(name, 1.0, 1.0, 1.0, 1.0, ranks, (held or GIB) // ranks)
     return replace(
@@ -178,17 +180,19 @@ def _base_machine(like: str | None, host: bool, ranks: int) -> Cluster:
     )
 
 
-def _measure_rates(longest: float, ranks: int, telling: Telling) -> tuple[list[Rate], list[Rate]]:
+def _measure_rates(
+    longest: float, ranks: int, telling: ProgressLine
+) -> tuple[list[Rate], list[Rate]]:
     """Measure the rates of operators here, and of collectives on ranks started here."""
+    from schedlang.runtime.device_rates import DTYPES, measure_collectives, measure_operators
     from schedlang.runtime.launch.pool import Pool
-    from schedlang.runtime.rates import DTYPES, collectives, operators
 
     rates = []
-    for one in operators(longest, tuple(DTYPES)):
+    for one in measure_operators(longest, tuple(DTYPES)):
         rates.append(one)
         telling(f"{one.what} in {one.dtype}")
     if ranks < 2:
         return rates, []
     telling(f"messages of {ranks} ranks")
     with Pool() as pool:
-        return rates, pool.run(collectives, ranks, longest)[0]
+        return rates, pool.run(measure_collectives, ranks, longest)[0]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
+from schedlang.verbs.exits import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.static_checks.static import Static
-    from schedlang.verbs.lockfile import Compared
+    from schedlang.verbs.lockfile import LockComparison
 
 
 @verb
@@ -32,10 +32,10 @@ def check(
     axes, only partial values are all-reduced, ranks agree on collectives, and every tensor has an
     owner.
     """
-    from schedlang.verbs.checking import show_warnings, warnings_of
-    from schedlang.verbs.inputs import settings
+    from schedlang.verbs.inputs import parse_settings
+    from schedlang.verbs.quick_check import collect_warnings, show_warnings
 
-    warnings = warnings_of(files, settings(common.knob, common.mesh))
+    warnings = collect_warnings(files, parse_settings(common.knob, common.mesh))
     proven = _prove_static(files, common) if common.model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
     unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
@@ -62,21 +62,21 @@ def check(
 
 def _prove_static(files: Sequence[Path], common: Common) -> dict[Path, Static]:
     """Return the static proofs of each schedule, with the model file's batch."""
-    from schedlang.passes.simulate.gains import gained
+    from schedlang.passes.simulate.kernel_gains import count_step_gains
     from schedlang.passes.static_checks.static import static
-    from schedlang.verbs.inputs import planned
+    from schedlang.verbs.inputs import plan_schedule
 
     proven = {}
     for file in files:
-        found = planned(file, common.model, common.knob, common.mesh)
-        gained(found.plan, found.model.batch(0))
+        found = plan_schedule(file, common.model, common.knob, common.mesh)
+        count_step_gains(found.plan, found.model.batch(0))
         proven[file] = static(
             found.plan, found.model.batch(0), found.model.loss, found.model.weight
         )
     return proven
 
 
-def _changed_locks(files: Sequence[Path], model: str | None) -> list[Compared]:
+def _changed_locks(files: Sequence[Path], model: str | None) -> list[LockComparison]:
     """Return the schedules whose locks do not hold; refuse a schedule with rows but without a
     lock."""
     from schedlang.verbs.examine import is_library
@@ -96,6 +96,6 @@ def _print_result(file: Path, static: Static | None) -> None:
     )
     print(f"{file}: {verdict}")
     for claim in static.claims:
-        print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
+        print(f"  {claim.name:<16} {claim.description}: {claim.verdict}")
     for one in static.unseen:
         print(f"  not covered: {one}")

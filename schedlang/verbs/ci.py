@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
+from schedlang.diagnostics.tables import terminal_columns, wrap_lines
+from schedlang.verbs.exits import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, WorkingDtype, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Wish
+    from schedlang.verbs.examine import Outcome, ProofTerms
 
 
 @dataclass(frozen=True)
-class Terms:
+class ProofLimits:
     """The seed and the limits of proofs, and the schedules that must be refused."""
 
     seed: Seed = 0
@@ -43,7 +43,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Asks:
+class ExtraChecks:
     """The examinations of each schedule in addition to its check."""
 
     static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
@@ -66,8 +66,8 @@ def ci(
     ],
     *,
     common: Common,
-    terms: Terms,
-    asks: Asks,
+    terms: ProofLimits,
+    asks: ExtraChecks,
     svg: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw each plan into this folder.")
     ] = None,
@@ -78,11 +78,11 @@ def ci(
     In a GitHub workflow it annotates the lines with errors and adds a table to the job's summary.
     If a mesh is larger than `--world`, its schedule is skipped and counts as not checked.
     """
-    from schedlang.verbs.examine import Ranks, Wish
+    from schedlang.verbs.examine import ProofTerms, RankPool
 
     files = list(_find_schedules(paths))
     expected = _expected_refusals(terms.refused or (), files)
-    wish = Wish(
+    wish = ProofTerms(
         common.model,
         tuple(common.knob or ()),
         common.mesh,
@@ -93,7 +93,7 @@ def ci(
         timeout=terms.timeout,
     )
     found: list[Outcome] = []
-    with Ranks() as ranks:
+    with RankPool() as ranks:
         for file in files:
             mine = replace(wish, refused=expected.get(file.resolve(), ""))
             for outcome in _examine_file(file, mine, asks, ranks):
@@ -109,12 +109,14 @@ def ci(
     raise typer.Exit(code)
 
 
-def _examine_file(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcome]:
+def _examine_file(
+    file: Path, wish: ProofTerms, asks: ExtraChecks, ranks: object
+) -> Iterator[Outcome]:
     """Yield the outcomes for one file; stop at the first that does not hold."""
     from schedlang.verbs import examine
     from schedlang.verbs.lockfile import lock_path
 
-    assert isinstance(ranks, examine.Ranks)
+    assert isinstance(ranks, examine.RankPool)
     first = examine.check(file, wish)
     yield first
     if first.code != HOLDS or examine.is_library(file):
@@ -159,9 +161,9 @@ def _print_outcome(outcome: Outcome) -> None:
     """Print one line for an outcome that holds, and the full text for one that does not."""
     print(f"{outcome.file}: {outcome.question} {outcome.word}  {outcome.seconds:.1f} s", flush=True)
     if outcome.skipped or outcome.code != HOLDS:
-        print(fitted(outcome.skipped or outcome.text, columns()), flush=True)
+        print(wrap_lines(outcome.skipped or outcome.text, terminal_columns()), flush=True)
     elif outcome.text and outcome.question == "check":
-        print(fitted(outcome.text, columns(sys.stderr)), file=sys.stderr)
+        print(wrap_lines(outcome.text, terminal_columns(sys.stderr)), file=sys.stderr)
 
 
 def _annotate_github(found: Sequence[Outcome], out: TextIO) -> None:
@@ -187,17 +189,17 @@ def _exit_code(found: Sequence[Outcome]) -> int:
     return next((code for code in (FAILS, REFUSED, UNCHECKED) if code in codes), HOLDS)
 
 
-def _draw_plan(file: Path, wish: Wish, folder: Path) -> None:
+def _draw_plan(file: Path, wish: ProofTerms, folder: Path) -> None:
     """Draw a plan into the folder, in a file named after the schedule's path."""
     from schedlang.verbs.examine import is_library
-    from schedlang.verbs.inputs import accounted, planned, write_text
-    from schedlang.viz.picture import picture
-    from schedlang.viz.show import view
+    from schedlang.verbs.inputs import account_costs, plan_schedule, write_text
+    from schedlang.viz.picture import draw_plan
+    from schedlang.viz.show import make_view
 
     if is_library(file):
         return
-    found = planned(file, wish.model, wish.knobs, wish.mesh)
+    found = plan_schedule(file, wish.model, wish.knobs, wish.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part for part in file.parts if part not in ("..", ".", file.anchor)]
-    svg = picture(view(found.plan, accounted(found), file.name))
+    svg = draw_plan(make_view(found.plan, account_costs(found), file.name))
     write_text(folder / f"{'.'.join(parts)}.svg", svg)

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
-from schedlang.diagnostics.source import text_of
-from schedlang.diagnostics.tables import for_messages
+from schedlang.diagnostics.diagnostic import Facts, Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.source import read_utf8
+from schedlang.diagnostics.tables import message_columns
 from schedlang.pipeline.cost import Cost, Number
-from schedlang.verbs.ending import FAILS, bad_option
+from schedlang.verbs.exits import FAILS, bad_option
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Diagnostic
     from schedlang.ir.plan import Plan
     from schedlang.passes.simulate.account import Account
-    from schedlang.passes.simulate.step_time import Measurement, Took
+    from schedlang.passes.simulate.step_time import Measurement, StepSeconds
 
 
 # written name -> field of a Cost; B stands for I and W together
@@ -40,7 +40,7 @@ SHARES = ("kept", "inputs")  # of a microbatch's activations, none above one
 NAMES = ("F", "I", "W", "B", *list(FIELDS)[3:])
 
 
-def costs(text: str | None) -> Cost:
+def parse_costs(text: str | None) -> Cost:
     """Parse a cost, `F=18.5,I=18.1,W=9.3,comm=0.6`; refuses S109.
 
     Defaults: F is 1, I and W are as F, everything else takes no time. `B=` stands for both halves
@@ -53,8 +53,8 @@ def costs(text: str | None) -> Cost:
         name, equals, value = (word.strip() for word in part.partition("="))
         known = {n.lower(): n for n in NAMES}.get(name.lower())
         if known is None:
-            help_ = guess(name, NAMES, "costs:")
-            _refuse_cost(part, f"there is no cost `{name}`", help_, unknown(name, NAMES))
+            help_ = suggest_name(name, NAMES, "costs:")
+            _refuse_cost(part, f"there is no cost `{name}`", help_, facts_of_unknown(name, NAMES))
         if not equals or known in given:
             why = "it is given twice" if equals else "it needs a value"
             _refuse_cost(part, why, f"write it once, as `{known}=1.5`")
@@ -62,23 +62,23 @@ def costs(text: str | None) -> Cost:
     return _make_cost(given)
 
 
-def times(text: str) -> Cost | Measurement:
+def parse_times(text: str) -> Cost | Measurement:
     """Parse times in milliseconds, or read a file that `run` wrote; refuses S109, S915."""
-    from schedlang.passes.simulate.step_time import MEASURE, measurement
+    from schedlang.passes.simulate.step_time import MEASURE_HELP, read_measurement
 
     if not text.strip().lower().endswith(".json"):
-        return costs(text)
+        return parse_costs(text)
     try:
-        made = json.loads(text_of(text.strip()))
+        made = json.loads(read_utf8(text.strip()))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not JSON"
         title = f"cannot read `{text.strip()}`: {why}"
-        raise Refusal.of("S915", title, helps=(MEASURE,)) from None
+        raise Refusal.of("S915", title, helps=(MEASURE_HELP,)) from None
     try:
-        return measurement(made)
+        return read_measurement(made)
     except (KeyError, TypeError, ValueError, IndexError):
         title = f"`{text.strip()}` has no times of a pipeline"
-        helps = (MEASURE, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
+        helps = (MEASURE_HELP, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
         raise Refusal.of("S915", title, helps=helps) from None
 
 
@@ -118,52 +118,54 @@ def _refuse_cost(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn
     bad_option(title, help_, facts)
 
 
-def step_of(plan: Plan, cost: str | None) -> Took | None:
+def simulate_step(plan: Plan, cost: str | None) -> StepSeconds | None:
     """Simulate a step with the times of `--cost`; None without them."""
     if cost is None:
         return None
-    from schedlang.passes.simulate.step_time import simulated_step
+    from schedlang.passes.simulate.step_time import simulate_step
 
-    return simulated_step(plan, times(cost))
+    return simulate_step(plan, parse_times(cost))
 
 
-def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> None:
+def check_expectations(plan: Plan, account: Account, took: StepSeconds | None = None) -> None:
     """Print the expectations that the plan does not meet; exit 1 if there are any.
 
     Expected times are compared with `took`, a simulated or measured step; without one they are
     reported as not compared.
     """
-    from schedlang.passes.simulate.expected import late, unmet
+    from schedlang.passes.simulate.expectations import check_times, unmet_expectations
 
     _report_uncompared(plan, took)
-    _exit_with([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
+    _exit_with(
+        [*unmet_expectations(plan, account), *(check_times(plan, took) if took is not None else ())]
+    )
 
 
-def demand_costs(plan: Plan, account: Account) -> None:
+def check_expected_costs(plan: Plan, account: Account) -> None:
     """Check the expectations on costs alone, before times are known; exit 1."""
-    from schedlang.passes.simulate.expected import unmet
+    from schedlang.passes.simulate.expectations import unmet_expectations
 
-    _exit_with(unmet(plan, account))
+    _exit_with(unmet_expectations(plan, account))
 
 
-def demand_time(plan: Plan, took: Took) -> None:
+def check_expected_time(plan: Plan, took: StepSeconds) -> None:
     """Check the expectations on times alone; exit 1."""
-    from schedlang.passes.simulate.expected import late
+    from schedlang.passes.simulate.expectations import check_times
 
-    _exit_with(late(plan, took))
+    _exit_with(check_times(plan, took))
 
 
-def _report_uncompared(plan: Plan, took: Took | None) -> None:
+def _report_uncompared(plan: Plan, took: StepSeconds | None) -> None:
     """Print the expected times that are not compared."""
-    from schedlang.passes.simulate.expected import LEFT, timed
+    from schedlang.passes.simulate.expectations import NOT_TIMED, time_expectations
 
-    for one in timed(plan) if took is None else ():
-        print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)
+    for one in time_expectations(plan) if took is None else ():
+        print(f"`{one.said}` is not compared here: {NOT_TIMED}", file=sys.stderr)
 
 
 def _exit_with(problems: Iterable[Diagnostic]) -> None:
     found = list(problems)
     for problem in found:
-        print(problem.render(for_messages(sys.stderr)), file=sys.stderr)
+        print(problem.render(message_columns(sys.stderr)), file=sys.stderr)
     if found:
         raise typer.Exit(FAILS)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import bad_option, show_json
+from schedlang.diagnostics.tables import terminal_columns, wrap_lines
+from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.inputs import Planned
+    from schedlang.verbs.inputs import PlannedSchedule
 
 
 @verb
@@ -37,35 +37,37 @@ def diff(
     Instead of a schedule you can give a plan that `plan --out` saved.  `--knob` and `--mesh` are
     for schedules only.
     """
-    from schedlang.passes.simulate.account import delta
-    from schedlang.verbs.inputs import accounted, check_folders, write_asked
-    from schedlang.viz.diff import as_markdown, compare, page
+    from schedlang.passes.simulate.account import compare_accounts
+    from schedlang.verbs.inputs import account_costs, check_folders, write_output
+    from schedlang.viz.diff import compare, diff_page, format_markdown
 
     check_folders(html=html)
     first, second = _plan_both((old, new), common)
     found = compare(first.plan, second.plan)
-    costs = delta(accounted(first, memory=True), accounted(second, memory=True))
+    costs = compare_accounts(account_costs(first, memory=True), account_costs(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_asked(html, page(names, found, costs))
+        write_output(html, diff_page(names, found, costs))
     if as_json:
         show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
         return
     if markdown:
-        print(as_markdown(names, found, costs))
+        print(format_markdown(names, found, costs))
         return
-    print(fitted("\n".join(map(str, (found, *costs))), columns()))
+    print(wrap_lines("\n".join(map(str, (found, *costs))), terminal_columns()))
 
 
-def _plan_both(files: tuple[Path, Path], common: Common) -> list[Planned]:
+def _plan_both(files: tuple[Path, Path], common: Common) -> list[PlannedSchedule]:
     """Plan both sides; refuses S109 settings that apply to neither."""
-    from schedlang.verbs.inputs import is_saved, planned, saved
+    from schedlang.verbs.inputs import is_saved_plan, load_saved_plan, plan_schedule
 
-    kept = [is_saved(file) for file in files]
+    kept = [is_saved_plan(file) for file in files]
     if all(kept) and (common.knob or common.mesh):
         title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
         bad_option(title, "leave them out, or give a schedule instead of a plan")
     return [
-        saved(file, common.model) if was else planned(file, common.model, common.knob, common.mesh)
+        load_saved_plan(file, common.model)
+        if was
+        else plan_schedule(file, common.model, common.knob, common.mesh)
         for file, was in zip(files, kept, strict=True)
     ]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.diagnostics.tables import size
-from schedlang.verbs.ending import FAILS, show_json
+from schedlang.diagnostics.tables import format_bytes
+from schedlang.verbs.exits import FAILS, show_json
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.diagnosed import Diagnosis, Missing
+    from schedlang.verbs.diagnosis import Diagnosis, PendingOp
     from schedlang.verbs.ledgers import Ledger, Op
 
 _CALLS = 6  # shown of a rank that did not arrive
@@ -43,11 +43,11 @@ def doctor(
 
     Exit 1: a rank is slow, stuck or gone.
     """
-    from schedlang.verbs.diagnosed import diagnosed
-    from schedlang.verbs.ledgers import read
+    from schedlang.verbs.diagnosis import diagnose
+    from schedlang.verbs.ledgers import read_job
 
-    found = diagnosed(read(folder), stuck_after)
-    code = 0 if found.well else FAILS
+    found = diagnose(read_job(folder), stuck_after)
+    code = 0 if found.is_healthy else FAILS
     if as_json:
         show_json({"exit": code, **_facts(found)})
     else:
@@ -63,9 +63,9 @@ def _report_lines(folder: Path, found: Diagnosis) -> list[str]:
     job = found.job
     lines = [_head_line(folder, found), *_gone_lines(found)]
     for rank in found.causes:
-        if found.stuck:
+        if found.is_stuck:
             lines += ["", *_cause_lines(found, rank)]
-    if found.stuck and not found.causes:
+    if found.is_stuck and not found.causes:
         lines += ["", *_circle_lines(found)]
     lines += [
         line for one in found.differs for line in ("", *_difference_lines(one.ranks, one.ops))
@@ -83,8 +83,10 @@ def _report_lines(folder: Path, found: Diagnosis) -> list[str]:
     if found.links:
         lines += ["", "links  bytes a second of each rank, median"]
         for link in found.links:
-            what = f"{link.op}, {link.count} of {size(link.size)}"
-            lines.append(f"  ranks {_list_ranks(link.ranks):<16} {size(int(link.rate))}/s   {what}")
+            what = f"{link.op}, {link.count} of {format_bytes(link.size)}"
+            lines.append(
+                f"  ranks {_list_ranks(link.ranks):<16} {format_bytes(int(link.rate))}/s   {what}"
+            )
     return lines
 
 
@@ -93,14 +95,22 @@ def _head_line(folder: Path, found: Diagnosis) -> str:
     steps = [one.step for one in job.ledgers.values() if one.step >= 0]
     at = f", step {min(steps)}" if steps else ""
     at += f" to {max(steps)}" if steps and min(steps) != max(steps) else ""
-    state = "stuck" if found.stuck else "slow" if found.slow else "well" if found.well else "failed"
-    if len(found.over) == len(job.ledgers):
+    state = (
+        "stuck"
+        if found.is_stuck
+        else "slow"
+        if found.slow
+        else "well"
+        if found.is_healthy
+        else "failed"
+    )
+    if len(found.ended) == len(job.ledgers):
         state = f"ended, {state}"
     return f"{folder.name}   {len(job.ledgers)} of {job.world} ranks{at}   {state}"
 
 
 def _gone_lines(found: Diagnosis) -> list[str]:
-    lines = [f"  rank {rank} has written nothing" for rank in found.never]
+    lines = [f"  rank {rank} has written nothing" for rank in found.unrecorded]
     if found.silent.keys() == found.job.ledgers.keys():
         return [*lines, f"  no rank has written for {min(found.silent.values()):.0f} s"]
     for rank, seconds in found.silent.items():
@@ -110,7 +120,7 @@ def _gone_lines(found: Diagnosis) -> list[str]:
     for rank, one in found.job.ledgers.items():
         if one.error:
             lines.append(f"  rank {rank} ended by {one.error}")
-        elif one.over and len(found.over) < len(found.job.ledgers):
+        elif one.over and len(found.ended) < len(found.job.ledgers):
             lines.append(f"  rank {rank} has ended normally")
     return lines
 
@@ -160,7 +170,7 @@ def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
     return [*lines, "  the other rank has skipped what only one of them does"]
 
 
-def _pending_line(one: Missing) -> str:
+def _pending_line(one: PendingOp) -> str:
     text = f"{_who_waits(one.waiting)} for {one.seconds:.1f} s in {_describe_op(one.op, one.ranks)}"
     return text + (f", for {_ranks_phrase(one.absent)}" if one.absent else "")
 
@@ -186,7 +196,7 @@ def _describe_op(op: Op, ranks: tuple[int, ...]) -> str:
 
 def _op_details(op: Op) -> str:
     whose = f" for `{op.whose}`" if op.whose else ""
-    held = f", {size(op.size)}" if op.size else ""
+    held = f", {format_bytes(op.size)}" if op.size else ""
     return whose + (" in backward" if op.backward else "") + held
 
 
@@ -211,10 +221,10 @@ def _facts(found: Diagnosis) -> dict[str, Any]:
     return {
         "world": job.world,
         "ranks": sorted(job.ledgers),
-        "stuck": found.stuck,
-        "never": list(found.never),
+        "stuck": found.is_stuck,
+        "never": list(found.unrecorded),
         "silent": {str(rank): seconds for rank, seconds in found.silent.items()},
-        "over": list(found.over),
+        "over": list(found.ended),
         "errors": {str(rank): one.error for rank, one in job.ledgers.items() if one.error},
         "causes": list(found.causes),
         "pending": [

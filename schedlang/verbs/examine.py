@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.annotate import Note, table
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.tables import PLAIN
-from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
+from schedlang.diagnostics.tables import DEFAULT_COLUMNS
+from schedlang.verbs.exits import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
     from schedlang.report import Report
     from schedlang.runtime.launch.pool import Pool
-    from schedlang.verbs.lockfile import Compared
+    from schedlang.verbs.lockfile import LockComparison
 
 
 CHECK, LOCK, STATIC, VERIFY = "check", "lock", "static", "verify"
@@ -33,7 +33,7 @@ _MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 
 
 @dataclass(frozen=True)
-class Wish:
+class ProofTerms:
     """The terms of an examination of a schedule; see the options of `verify`.
 
     world    the maximal number of ranks to start; a larger mesh is skipped, with a message
@@ -126,7 +126,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
 _PLACE = re.compile(r"(.+?):(\d+): ")
 
 
-class Ranks:
+class RankPool:
     """Warm local ranks for one model file at a time, shared by consecutive schedules."""
 
     def __init__(self) -> None:
@@ -148,15 +148,15 @@ class Ranks:
 
     def pool(self) -> Pool:
         """Return ranks that have loaded the model file."""
-        from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+        from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
         from schedlang.runtime.launch.pool import Pool
 
         assert self._found is not None, "the ranks belong to a model file"
         if self._pool is None:
-            self._pool = Pool(preload=(*BASE, *PROGRAMS), files=self._found.files)
+            self._pool = Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES), files=self._found.files)
         return self._pool
 
-    def rest(self) -> None:
+    def end_ranks(self) -> None:
         """End the ranks, but keep the model file."""
         if self._pool is not None:
             self._pool.close()
@@ -164,10 +164,10 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks and drop the model file."""
-        self.rest()
+        self.end_ranks()
         self._key = self._found = None
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -184,7 +184,7 @@ def first_row(file: Path) -> int:
     """Return the line of the first step or row of a schedule, 0 if there is none; may refuse."""
     from schedlang.language import nodes as n
     from schedlang.language.syntax import parse, read
-    from schedlang.passes.elaborate.bases import is_base
+    from schedlang.passes.elaborate.base_schedules import is_base
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
     found = (
@@ -195,48 +195,48 @@ def first_row(file: Path) -> int:
     return next(found, 0)
 
 
-def check(file: Path, wish: Wish) -> Outcome:
+def check(file: Path, wish: ProofTerms) -> Outcome:
     """Check syntax, names, domains and arguments without a model; the text has the warnings."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.verbs.checking import warnings_of
-        from schedlang.verbs.inputs import settings
+        from schedlang.verbs.inputs import parse_settings
+        from schedlang.verbs.quick_check import collect_warnings
 
-        found = warnings_of([file], settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in found))
+        found = collect_warnings([file], parse_settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render(DEFAULT_COLUMNS) for d in found))
 
     outcome = _answer(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: a check that holds is no answer yet
     return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
 
 
-def lock(file: Path, wish: Wish) -> Outcome:
+def lock(file: Path, wish: ProofTerms) -> Outcome:
     """Compare the model and the schedule with the lock file."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.lockfile import compare_lock
 
-        compared: Compared = compare_lock(file, wish.model)
+        compared: LockComparison = compare_lock(file, wish.model)
         code = FAILS if compared.changes else HOLDS
         return replace(outcome, code=code, text=str(compared))
 
     return _answer(Outcome(file, LOCK), ask)
 
 
-def static(file: Path, wish: Wish) -> Outcome:
+def static(file: Path, wish: ProofTerms) -> Outcome:
     """Plan the schedule for its model, and prove what can be proven without running."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.passes.static_checks.static import static as proofs
-        from schedlang.verbs.inputs import planned
+        from schedlang.verbs.inputs import plan_schedule
 
-        found = planned(file, wish.model, wish.knobs, wish.mesh)
+        found = plan_schedule(file, wish.model, wish.knobs, wish.mesh)
         batch = found.model.batch(wish.seed)
         proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
-        lines = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        lines = [f"{one.name}: {one.description}: {one.verdict}" for one in proven.claims]
         if proven.problems:
             return _refused_outcome(
-                outcome, proven.problems, Refusal(*proven.problems).render(PLAIN)
+                outcome, proven.problems, Refusal(*proven.problems).render(DEFAULT_COLUMNS)
             )
         code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
         return replace(outcome, code=code, text="\n".join(lines))
@@ -245,15 +245,15 @@ def static(file: Path, wish: Wish) -> Outcome:
     return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
 
 
-def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
+def verify(file: Path, wish: ProofTerms, ranks: RankPool) -> Outcome:
     """Prove that the schedule computes what its model computes, or is refused as required."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.runtime.launch.job import limited
         from schedlang.runtime.launch.pool import Hang, RankDied
+        from schedlang.runtime.launch.rank_job import limit_time
 
         try:
-            with limited(wish.timeout):
+            with limit_time(wish.timeout):
                 return _run_verify(outcome, wish, ranks)
         except (RankDied, Hang) as failure:
             return replace(outcome, code=UNCHECKED, text=str(failure))
@@ -262,25 +262,25 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     return _check_refusal(outcome, wish.refused) if wish.refused else outcome
 
 
-def _run_verify(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
+def _run_verify(outcome: Outcome, wish: ProofTerms, ranks: RankPool) -> Outcome:
     from schedlang.passes.prove import prove
-    from schedlang.passes.reduce_model.shrink import remarked
-    from schedlang.verbs.inputs import posed, settings
+    from schedlang.passes.reduce_model.shrink import with_reduction
+    from schedlang.verbs.inputs import make_proof_case, parse_settings
 
-    file, given = outcome.file, settings(wish.knobs, wish.mesh)
+    file, given = outcome.file, parse_settings(wish.knobs, wish.mesh)
     found = ranks.model_file(wish.model, file)
     options: dict[str, Any] = {"model": wish.model, "seed": wish.seed, "dtype": wish.dtype}
-    one = posed(file, found, given, **options)
+    one = make_proof_case(file, found, given, **options)
     if one.case.plan.mesh.world > wish.world and wish.shrink:
-        one = posed(file, found, given, **options, shrink=True)
+        one = make_proof_case(file, found, given, **options, shrink=True)
     mesh = one.case.plan.mesh
     if mesh.world > wish.world:
         few = f"the mesh {mesh} has {mesh.world} ranks, at most {wish.world} are started"
         return replace(outcome, skipped=few)
     made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
-    report = remarked(made, one.small)
+    report = with_reduction(made, one.small)
     place, line = _first_blamed(report)
-    reduced = (("reduced", one.small.said),) if one.small is not None else ()
+    reduced = (("reduced", one.small.description),) if one.small is not None else ()
     return replace(
         outcome,
         code=report.exit_code,
@@ -298,7 +298,7 @@ def _first_blamed(report: Report) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else ("", 0)
 
 
-def _report_facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
+def _report_facts(report: Report, wish: ProofTerms, mesh: str) -> list[tuple[str, str]]:
     """Return the facts of a report for the JSON output."""
     place, line = _first_blamed(report)
     worst = max(
@@ -335,7 +335,7 @@ def _answer(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
     try:
         found = ask(outcome)
     except Refusal as refusal:
-        found = _refused_outcome(outcome, refusal.diagnostics, refusal.render(PLAIN))
+        found = _refused_outcome(outcome, refusal.diagnostics, refusal.render(DEFAULT_COLUMNS))
     except Exception:
         found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
     return replace(found, seconds=time.perf_counter() - start)

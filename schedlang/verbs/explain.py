@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.exits import show_json
 from schedlang.verbs.options import AsJson, verb
 
 
@@ -23,7 +23,7 @@ def explain(
 ) -> None:
     """Explain a primitive or the code of a message; without a name, list all of them."""
     from schedlang.diagnostics import codes
-    from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
+    from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, find_closest
     from schedlang.diagnostics.other_systems import VERBS
     from schedlang.ir import primitive
     from schedlang.ir.primitive import load_all, registry
@@ -32,7 +32,10 @@ def explain(
     load_all()
     known = registry()
     if conflicts:
-        _show(primitive.table(known) if as_json else primitive.text(known), as_json)
+        _show(
+            primitive.conflict_table(known) if as_json else primitive.format_conflicts(known),
+            as_json,
+        )
     elif name is None:
         _list_all(as_json)
     elif name in known:
@@ -42,12 +45,12 @@ def explain(
         code = name.upper()
         _show(codes.to_json(code) if as_json else codes.explain(code), as_json)
     else:
-        near = closest(name, [*known, *codes.CODES, *codes.WARNINGS])
+        near = find_closest(name, [*known, *codes.CODES, *codes.WARNINGS])
         helps = VERBS.get(name) or (
             (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
         )
         title = f"there is no primitive or code `{name}`"
-        facts = unknown(name, () if near is None or name in VERBS else (near,))
+        facts = facts_of_unknown(name, () if near is None or name in VERBS else (near,))
         raise Refusal.of("S301", title, helps=helps, facts=facts)
 
 

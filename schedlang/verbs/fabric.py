@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.verbs.ending import bad_option, show_json
+from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -51,23 +51,23 @@ def fabric(
     Each host gets links to the hosts that are certain strides away.  Rings use the strides that fit
     them, other messages the shortest paths.  The report also shows a switch that never blocks.
     """
-    from schedlang.diagnostics.tables import columns, fitted
-    from schedlang.passes.planner.fabric import traffic_of, wired
+    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
+    from schedlang.passes.planner.fabric import choose_strides, traffic_of
     from schedlang.passes.simulate.machine import cluster_named, cluster_of
-    from schedlang.passes.simulate.nodes import ranks_of
-    from schedlang.verbs.inputs import accounted, planned
+    from schedlang.passes.simulate.node_cluster import cluster_and_ranks
+    from schedlang.verbs.inputs import account_costs, plan_schedule
 
-    found = planned(file, common.model, common.knob, common.mesh, rows)
+    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
     world = found.plan.mesh.world
     known, counted = cluster_of(found.tree) if on is None else cluster_named(on)
     if known is None and on is None:
         bad_option("the cluster is missing", "give it: `--on a100`, `--on cluster.toml`")
-    cluster, _ = ranks_of(known or str(on), world if known is not None else counted)
+    cluster, _ = cluster_and_ranks(known or str(on), world if known is not None else counted)
     hosts = cluster.node_of(world - 1) + 1
     if hosts < 3:
         title = f"{world} ranks of {cluster.name} are {hosts} hosts: there is nothing to choose"
         bad_option(title, "a larger mesh: `--mesh dp=64`; or fewer ranks in a node of `--on`")
-    sent = accounted(found).collectives
+    sent = account_costs(found).collectives
     if sent is None:
         bad_option(
             "the model file has no batch: nothing is sent without one", "`batch(seed)` in it"
@@ -77,12 +77,12 @@ def fabric(
         bad_option(f"a host has {hosts - 1} others, not {ports}", f"`--links {hosts - 1}`")
     traffic = traffic_of(found.plan, sent, cluster.node_of)
     link = _uplink_rate(cluster, world) / ports
-    chosen, took = wired(hosts, ports, traffic, link)
+    chosen, took = choose_strides(hosts, ports, traffic, link)
     made = Wiring(hosts, chosen, took, link, _switch_seconds(hosts, traffic, link * ports), traffic)
     if as_json:
         show_json(made.to_json())
     else:
-        print(fitted("\n".join(made.lines(file.name, cluster.name)), columns()))
+        print(wrap_lines("\n".join(made.lines(file.name, cluster.name)), terminal_columns()))
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Wiring:
 
     def lines(self, name: str, cluster: str) -> Iterator[str]:
         """Yield the wiring in words."""
-        from schedlang.diagnostics.tables import seconds, size
-        from schedlang.passes.planner.fabric import ringed, routes
+        from schedlang.diagnostics.tables import format_bytes, format_seconds
+        from schedlang.passes.planner.fabric import routes, strides_around
 
         links = "1 link" if len(self.strides) == 1 else f"{len(self.strides)} links"
         each = f"{links} of {self.link / 1e9:.4g} GB/s each"
@@ -113,19 +113,20 @@ class Wiring:
         on = ", ".join(f"h + {stride}" for stride in self.strides)
         yield f"links     from each host h to {on} (modulo {self.hosts})"
         for group, much in sorted(self.traffic.rings.items()):
-            around = ringed(self.hosts, self.strides, group)
+            around = strides_around(self.hosts, self.strides, group)
             how = f"by strides {', '.join(map(str, around))}" if around else "by the shortest ways"
-            yield f"ring      {', '.join(map(str, group))}: {size(round(much))} a link, {how}"
+            members = ", ".join(map(str, group))
+            yield f"ring      {members}: {format_bytes(round(much))} a link, {how}"
         for (source, target), much in sorted(self.traffic.messages.items()):
             way = routes(self.hosts, self.strides)[(target - source) % self.hosts]
             words = " + ".join(map(str, way))
-            yield f"message   {source} to {target}: {size(round(much))}, by {words}"
-        times = f"{seconds(self.seconds)} on the fullest link"
-        yield f"a step    {times}; behind a switch that never blocks {seconds(self.switch)}"
+            yield f"message   {source} to {target}: {format_bytes(round(much))}, by {words}"
+        times = f"{format_seconds(self.seconds)} on the fullest link"
+        yield f"a step    {times}; behind a switch that never blocks {format_seconds(self.switch)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, in bytes and seconds."""
-        from schedlang.passes.planner.fabric import ringed, routes
+        from schedlang.passes.planner.fabric import routes, strides_around
 
         ways = routes(self.hosts, self.strides)
         return {
@@ -140,7 +141,11 @@ class Wiring:
             "seconds": self.seconds,
             "switch": self.switch,
             "rings": [
-                {"hosts": group, "bytes": much, "strides": ringed(self.hosts, self.strides, group)}
+                {
+                    "hosts": group,
+                    "bytes": much,
+                    "strides": strides_around(self.hosts, self.strides, group),
+                }
                 for group, much in self.traffic.rings.items()
             ],
             "messages": [
@@ -159,7 +164,7 @@ def _uplink_rate(cluster: Cluster, world: int) -> float:
     """Return the bytes per second that the slowest host sends to others."""
     ways: defaultdict[int, float] = defaultdict(float)
     for rank in range(world):
-        one = cluster.of(rank)
+        one = cluster.device_of(rank)
         ways[cluster.node_of(rank)] += one.network * one.routed
     return min(ways.values())
 

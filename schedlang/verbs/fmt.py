@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from schedlang.diagnostics.source import bytes_of
-from schedlang.verbs.ending import FAILS, show_json
+from schedlang.diagnostics.source import read_bytes
+from schedlang.verbs.exits import FAILS, show_json
 from schedlang.verbs.options import AsJson, verb
 
 
@@ -30,7 +30,7 @@ def fmt(
     """
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.language import printer
-    from schedlang.language.grammar import Upgraded, upgraded
+    from schedlang.language.grammar import UpgradedSource, upgrade_source
     from schedlang.language.syntax import read
     from schedlang.verbs.inputs import write_text
 
@@ -40,9 +40,9 @@ def fmt(
     for file in files:
         try:
             source = read(file)
-            newer = upgraded(source) if upgrade else Upgraded(source)
+            newer = upgrade_source(source) if upgrade else UpgradedSource(source)
             made[file] = (source.text, printer.fmt(newer.source))
-            notes[file] = [change.says for change in newer.changes]
+            notes[file] = [change.description for change in newer.changes]
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:
@@ -64,4 +64,4 @@ def fmt(
 
 def _differs(file: Path, before: str, after: str) -> bool:
     """Return whether the bytes would change; line ends and a byte order mark count, too."""
-    return before != after or bytes_of(file) != after.encode()
+    return before != after or read_bytes(file) != after.encode()

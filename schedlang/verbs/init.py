@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import bad_option, show_json
+from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def init(
     """
     from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose
-    from schedlang.verbs.inputs import settings
+    from schedlang.verbs.inputs import parse_settings
 
     if adapt not in (None, "lora", "dora"):
         bad_option(f"`--adapt {adapt}` is no kind of adapter", "`--adapt lora` or `--adapt dora`")
-    sizes = settings((), mesh).mesh
+    sizes = parse_settings((), mesh).mesh
     check_mesh(sizes)
     start = time.perf_counter()
     found = _load_file(model)
@@ -72,11 +72,11 @@ def init(
 def _make_model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
     """Return the model on the meta device; with values if its sequences may be split."""
     from schedlang.passes.autoshard.propose import ROLES
-    from schedlang.verbs.inputs import to_try
+    from schedlang.verbs.inputs import model_to_try
 
     module = found.model(meta=True)
     split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
-    return to_try(found, module) if split else module
+    return model_to_try(found, module) if split else module
 
 
 def _load_file(named: str) -> ModelFile:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.source import regular
-from schedlang.verbs.ending import bad_option
+from schedlang.diagnostics.source import open_regular
+from schedlang.verbs.exits import bad_option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.language.nodes import File
     from schedlang.passes.elaborate.state import Settings
-    from schedlang.passes.reduce_model.shrink import Shrunk
+    from schedlang.passes.reduce_model.shrink import ReducedModel
     from schedlang.passes.simulate.account import Account
-    from schedlang.passes.verify.sides import Case
+    from schedlang.passes.verify.proof_case import Case
 
 
-def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
+def parse_settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
     """Parse `--knob` and `--mesh`, with the world of torchrun if there is one; refuses S109."""
     from schedlang.passes.elaborate.state import Settings
 
@@ -53,16 +53,16 @@ def _parse_pair(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def is_saved(file: Path) -> bool:
+def is_saved_plan(file: Path) -> bool:
     """Return whether a file begins as JSON does: a saved plan, not a schedule."""
     try:
-        with regular(file) as opened:
+        with open_regular(file) as opened:
             return opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
     except OSError:  # reading it as a schedule reports why it cannot be read
         return False
 
 
-def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
+def read_saved_plan(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
     """Read a saved plan and its model file: that of `--model`, or the one beside the plan.
 
     The model file that the plan names is printed but never run: otherwise the author of a plan
@@ -71,7 +71,7 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
     import shlex
 
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.passes.elaborate.record import read_record
+    from schedlang.passes.elaborate.plan_record import read_record
 
     record = read_record(file)
     named = record.get("model_file")
@@ -84,21 +84,21 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
     return record, load_model_file(model, file)
 
 
-def saved(file: Path, model: str | None) -> Planned:
+def load_saved_plan(file: Path, model: str | None) -> PlannedSchedule:
     """Return a saved plan for its model on the meta device; refuses S907 a file without a plan."""
     from schedlang.diagnostics.source import Source
     from schedlang.ir.model import ModelFacts
     from schedlang.language.syntax import parse
-    from schedlang.passes.elaborate.record import restored
+    from schedlang.passes.elaborate.plan_record import plan_from_record
 
-    record, found = recorded(file, model)
-    plan = restored(record, ModelFacts(found.model(meta=True)))
+    record, found = read_saved_plan(file, model)
+    plan = plan_from_record(record, ModelFacts(found.model(meta=True)))
     text = Source(str(record.get("schedule_file", file)), str(record.get("schedule_text", "")))
-    return Planned(file, parse(text), plan, found)
+    return PlannedSchedule(file, parse(text), plan, found)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSchedule:
     """A schedule file, its plan for the model on the meta device, the model file, and warnings."""
 
     file: Path
@@ -114,13 +114,13 @@ class Planned:
         return _batch_of_rows(self.model, self.rows)
 
 
-def planned(
+def plan_schedule(
     file: Path,
     model: str | None,
     knobs: Sequence[str] | None,
     mesh: str | None,
     rows: int | None = None,
-) -> Planned:
+) -> PlannedSchedule:
     """Read a schedule and its model file, and plan; refuses mistakes in either.
 
     With `rows` a step has this number of rows, each as the first of the model file's batch.
@@ -129,7 +129,7 @@ def planned(
     from schedlang.language.syntax import parse, read
     from schedlang.schedule import Schedule
 
-    given = settings(knobs, mesh)
+    given = parse_settings(knobs, mesh)
     tree = parse(read(file))
     start = time.perf_counter()
     found = load_model_file(model, file)
@@ -141,36 +141,36 @@ def planned(
     made = schedule.plan()
     slices = made.order.slices if made.order is not None else 1
     if slices * made.mesh.size(made.context_axes) > 1:
-        schedule = Schedule(to_try(found, module), tree, given)
+        schedule = Schedule(model_to_try(found, module), tree, given)
         made = schedule.plan()
-    if made.completing:
-        from schedlang.passes.complete.complete import completed
+    if made.completions:
+        from schedlang.passes.complete.complete import complete_plan
 
-        made = completed(made, _batch_of_rows(found, rows), found.loss)
-    return Planned(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
-
-
-TRIED = 1 << 24  # parameters: a model up to this size is made with values quickly
+        made = complete_plan(made, _batch_of_rows(found, rows), found.loss)
+    return PlannedSchedule(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
 
 
-def to_try(found: ModelFile, module: nn.Module) -> nn.Module:
+MAX_TRIED_PARAMETERS = 1 << 24  # parameters: a model up to this size is made with values quickly
+
+
+def model_to_try(found: ModelFile, module: nn.Module) -> nn.Module:
     """Return the model with values if it is small, else as it is, on the meta device.
 
     Whether a model can run on a part of its tokens shows only with values: a trial runs, as before
     training.
     """
-    small = sum(parameter.numel() for parameter in module.parameters()) <= TRIED
+    small = sum(parameter.numel() for parameter in module.parameters()) <= MAX_TRIED_PARAMETERS
     return found.model() if small else module
 
 
 def _batch_of_rows(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
-    from schedlang.passes.simulate.played_step import of_rows
+    from schedlang.passes.simulate.one_rank_step import expand_rows
 
     batch = model.batch(0) if model.has_batch else None
-    return batch if batch is None or rows is None else of_rows(batch, rows)
+    return batch if batch is None or rows is None else expand_rows(batch, rows)
 
 
-def accounted(one: Planned, *, memory: bool = False) -> Account:
+def account_costs(one: PlannedSchedule, *, memory: bool = False) -> Account:
     """Account the costs of the plan, with a batch if there is one."""
     from schedlang.passes.simulate.account import account
 
@@ -202,7 +202,7 @@ def check_folders(**written: Path | None) -> None:
             bad_option(title, "give a file in another folder")
 
 
-def write_asked(path: Path, text: str) -> None:
+def write_output(path: Path, text: str) -> None:
     """Write a file that an option named, and print its path."""
     write_text(path, text)
     print(f"wrote {path}", file=sys.stderr)
@@ -239,16 +239,16 @@ def _write_atomically(target: Path, data: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Posed:
+class ProofCase:
     """A case to prove, the reduced model (None: not reduced), and the command that repeats the
     proof."""
 
     case: Case
-    small: Shrunk | None
+    small: ReducedModel | None
     command: str
 
 
-def posed(
+def make_proof_case(
     file: Path,
     found: ModelFile,
     given: Settings,
@@ -258,38 +258,42 @@ def posed(
     only: str | None = None,
     dtype: str | None = None,
     shrink: bool | None = None,
-) -> Posed:
+) -> ProofCase:
     """Read a schedule and make its model; the options are those of `schedlang verify`.
 
     `shrink` None reduces only a model on the meta device. Raises Refusal for what cannot be run.
     """
     from schedlang.language.syntax import parse, read
-    from schedlang.passes.elaborate.rows import only_lines, repeated
-    from schedlang.passes.reduce_model.shrink import lies_on_meta, shrunk
-    from schedlang.passes.verify.asked import STEPS, steps_of
-    from schedlang.passes.verify.sides import Case
+    from schedlang.passes.elaborate.rows import plan_of_lines, verify_command
+    from schedlang.passes.reduce_model.shrink import has_meta_parameters, reduce_model_file
+    from schedlang.passes.verify.proof_case import Case
+    from schedlang.passes.verify.requirements import STEPS, steps_of
     from schedlang.schedule import Schedule
 
     tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
     small = None
-    if shrink or (shrink is None and lies_on_meta(module)):
-        small = shrunk(tree, given, found, module, _make_batches(found, seed, STEPS), seed)
+    if shrink or (shrink is None and has_meta_parameters(module)):
+        small = reduce_model_file(
+            tree, given, found, module, _make_batches(found, seed, STEPS), seed
+        )
         if (steps := steps_of(small.plan)) > STEPS:
-            small = shrunk(tree, given, found, module, _make_batches(found, seed, steps), seed)
+            small = reduce_model_file(
+                tree, given, found, module, _make_batches(found, seed, steps), seed
+            )
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()
         batches = _make_batches(found, seed, steps_of(plan))
     subject = None
     if only is not None:  # expectations are about all rows, not about a part
-        plan = replace(only_lines(plan, only), expected=())
+        plan = replace(plan_of_lines(plan, only), expected=())
     elif plan.expected:
         subject = _expectation_subject(
-            tree, found, given, small.whole if small is not None else plan, seed
+            tree, found, given, small.full_plan if small is not None else plan, seed
         )
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=subject)
-    command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
-    return Posed(case, small, command)
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype, expected_for=subject)
+    command = verify_command(file, plan, seed, model, only) + (" --shrink" if small else "")
+    return ProofCase(case, small, command)
 
 
 def _expectation_subject(

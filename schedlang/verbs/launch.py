@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import bad_option, check_positive, show_json
+from schedlang.verbs.exits import bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -119,25 +119,28 @@ class Job:
     cpu: bool
     record: str | None
     elastic: int | None  # the minimal number of nodes
-    lies: Mapping[str, str]  # axis -> the nodes that its groups span
+    axis_spans: Mapping[str, str]  # axis -> the nodes that its groups span
 
     @property
     def notes(self) -> list[str]:
         """Comment lines about the axes."""
         ranks = f"{self.nodes * self.per_node} ranks, {self.per_node} a node"
-        return [f"{self.name}: {ranks}", *(f"{axis}  {where}" for axis, where in self.lies.items())]
+        return [
+            f"{self.name}: {ranks}",
+            *(f"{axis}  {where}" for axis, where in self.axis_spans.items()),
+        ]
 
     @property
-    def fresh(self) -> dict[str, str]:
+    def store_variable(self) -> dict[str, str]:
         """The variable that gives restarted ranks a store of their own.
 
         In the store that torchrun 2.13 keeps, they would find the addresses of the ranks before and
         lose a restart; nodes count restarts separately, so that no name distinguishes the rounds.
         """
-        from schedlang.diagnostics.told_once import FRESH
+        from schedlang.diagnostics.job_refusals import FRESH_STORE
 
         again = self.elastic is not None or (self.nodes > 1 and self.restarts)
-        return {FRESH: "1"} if again else {}
+        return {FRESH_STORE: "1"} if again else {}
 
     def torchrun(self, *where: str) -> tuple[str, ...]:
         """Return the command of a node; `where` are the options of the rendezvous."""
@@ -183,7 +186,9 @@ def launch(
     script = SCRIPTS[kind](job)
     if as_json:
         sizes = {"nodes": job.nodes, "ranks_per_node": job.per_node}
-        show_json({"exit": 0, "engine": kind, **sizes, "axes": dict(job.lies), "script": script})
+        show_json(
+            {"exit": 0, "engine": kind, **sizes, "axes": dict(job.axis_spans), "script": script}
+        )
     else:
         print(script, end="")
 
@@ -247,11 +252,11 @@ def _plan_mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.passes.simulate.machine import cluster_of
-    from schedlang.passes.simulate.nodes import Nodes as Unlike
+    from schedlang.passes.simulate.node_cluster import Nodes as Unlike
     from schedlang.schedule import Schedule
-    from schedlang.verbs.inputs import settings
+    from schedlang.verbs.inputs import parse_settings
 
-    given, tree = settings(common.knob, common.mesh), parse(read(file))
+    given, tree = parse_settings(common.knob, common.mesh), parse(read(file))
     cluster = cluster_of(tree)[0]
     node = asked.per_node or (NODE if cluster is None else cluster.node)
     if isinstance(cluster, Unlike) and {one.device.node for one in cluster.nodes} != {node}:
@@ -310,10 +315,10 @@ def _torchrun(job: Job) -> str:
     """Return a command for each node; `HEAD` stands for the first node's name."""
     where: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
-    from schedlang.runtime.launch.job import RECORD
+    from schedlang.runtime.launch.rank_job import RECORD
 
     known = {RECORD: job.record} if job.record else {}
-    known |= job.fresh
+    known |= job.store_variable
     if job.elastic is not None:
         where = (*where, "--rdzv-conf", ELASTIC)
         store = shlex.join(("python", "-c", STORE.format(port=PORT)))
@@ -447,9 +452,9 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 def _environment(job: Job) -> dict[str, str]:
     """Return the variables of ranks, besides those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
-    found |= job.fresh
+    found |= job.store_variable
     if job.record:
-        from schedlang.runtime.launch.job import RECORD
+        from schedlang.runtime.launch.rank_job import RECORD
 
         found[RECORD] = job.record
     # gloo of torch 2.13 starts an elastic job again only under this

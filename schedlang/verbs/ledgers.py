@@ -21,7 +21,7 @@ _OURS, _DUMP = re.compile(r"rank(\d+)\.json"), re.compile(r".*?(\d+)(\.json|\.pk
 
 @dataclass(frozen=True)
 class Op:
-    """A collective or a message of one rank; see `schedlang.runtime.launch.record`."""
+    """A collective or a message of one rank; see `schedlang.runtime.launch.rank_record`."""
 
     lane: str
     number: int
@@ -83,7 +83,7 @@ class Job:
     now: float
 
 
-def read(folder: Path) -> Job:
+def read_job(folder: Path) -> Job:
     """Read the last job that wrote into a folder; refuses S109 a folder without records or
     dumps."""
     if not folder.is_dir():

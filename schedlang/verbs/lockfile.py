@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from schedlang.diagnostics.source import text_of
-from schedlang.verbs.ending import FAILS, show_json
+from schedlang.diagnostics.source import read_utf8
+from schedlang.verbs.exits import FAILS, show_json
 
 if TYPE_CHECKING:
     from schedlang.passes.lock import Change, Lock
     from schedlang.passes.simulate.account import Account
-    from schedlang.verbs.inputs import Planned
+    from schedlang.verbs.inputs import PlannedSchedule
 
 
 @dataclass(frozen=True)
-class Compared:
+class LockComparison:
     """The comparison of a lock with the current plan; the lock holds if nothing changed."""
 
     schedule: Path
@@ -56,19 +56,19 @@ def lock_path(schedule: Path) -> Path:
 
 
 def lock_of(
-    found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
+    found: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Lock:
     """Return the lock of a planned schedule, with the settings that the schedule was planned
     with."""
-    from schedlang.passes.lock import lock
+    from schedlang.passes.lock import make_lock
 
     settings = [("--knob", text) for text in sorted(knobs or ())]
     settings += [("--mesh", mesh)] if mesh else []
-    return lock(found.plan, account, tuple(settings))
+    return make_lock(found.plan, account, tuple(settings))
 
 
 def write_lock(
-    found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
+    found: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Path:
     """Write the lock atomically, over an existing one."""
     from schedlang.passes.lock import to_text
@@ -79,18 +79,18 @@ def write_lock(
     return path
 
 
-def compare_lock(schedule: Path, model: str | None) -> Compared:
+def compare_lock(schedule: Path, model: str | None) -> LockComparison:
     """Plan a schedule anew with its lock's settings, and compare.
 
     Raises Refusal if there is no readable lock (S721), or nothing to plan.
     """
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.passes.lock import changes, read_lock, versions
-    from schedlang.verbs.inputs import accounted, planned
+    from schedlang.passes.lock import changed_versions, compare_locks, read_lock
+    from schedlang.verbs.inputs import account_costs, plan_schedule
 
     path = lock_path(schedule)
     try:
-        text = text_of(path)
+        text = read_utf8(path)
     except (OSError, UnicodeDecodeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
         title = f"cannot read the lock `{path}`"
@@ -99,13 +99,15 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
     old = read_lock(text, str(path))
     knobs = [value for option, value in old.settings if option == "--knob"]
     mesh = next((value for option, value in old.settings if option == "--mesh"), None)
-    found = planned(schedule, model, knobs, mesh)
-    new = lock_of(found, accounted(found), knobs, mesh)
-    moved = tuple(versions(old, new))
-    return Compared(schedule, tuple(changes(old, new)), moved, (old.structure, new.structure))
+    found = plan_schedule(schedule, model, knobs, mesh)
+    new = lock_of(found, account_costs(found), knobs, mesh)
+    moved = tuple(changed_versions(old, new))
+    return LockComparison(
+        schedule, tuple(compare_locks(old, new)), moved, (old.structure, new.structure)
+    )
 
 
-def demand_lock(
+def check_lock(
     schedule: Path, model: str | None, as_json: bool = False, show: bool = False
 ) -> None:
     """Exit with 1 and the differences unless the lock holds; `show`: print also that the lock

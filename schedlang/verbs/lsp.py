@@ -21,8 +21,8 @@ def lsp(
     from schedlang.diagnostics.diagnostic import Refusal
 
     try:
-        from schedlang.editors.server import server
+        from schedlang.editors.server import make_server
     except ImportError:
         title = "the language server needs the package `pygls`, which is not installed"
         raise Refusal.of("S909", title, helps=("pip install 'schedlang[editors]'",)) from None
-    server(version("schedlang"), model=model).start_io()
+    make_server(version("schedlang"), model=model).start_io()

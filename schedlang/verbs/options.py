@@ -15,11 +15,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from schedlang.uncollected import seldom
-from schedlang.verbs.ending import UNCHECKED, ended, show_json
+from schedlang.garbage_collection import collect_less_often
+from schedlang.verbs.exits import UNCHECKED, exit_code_of, show_json
 
 
-def flat(function: Callable[..., Any]) -> Callable[..., Any]:
+def flatten_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     """Turn a function of groups of options into a function of single options.
 
     A parameter whose annotation is a dataclass is replaced by the dataclass's fields, with their
@@ -103,10 +103,12 @@ class Common:
 
 
 @contextmanager
-def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) -> Iterator[None]:
+def exit_unchecked(
+    timeout: float | None, as_json: bool, done: Callable[[], None]
+) -> Iterator[None]:
     """Exit with 3, after printing the reason, where a rank dies, all ranks hang, or the time is
     over."""
-    from schedlang.runtime.launch.job import Hang, RankDied, limited
+    from schedlang.runtime.launch.rank_job import Hang, RankDied, limit_time
 
     def tell(account: str) -> None:
         done()
@@ -116,7 +118,7 @@ def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) ->
         sys.stdout.flush()
 
     try:
-        with limited(timeout, hard=tell):
+        with limit_time(timeout, hard=tell):
             yield
     except (RankDied, Hang) as failure:
         tell(str(failure))
@@ -130,17 +132,17 @@ def verb(function: Verb) -> Verb:
     Options may be grouped in dataclasses.
     """
 
-    options_of = flat(function)
+    options_of = flatten_groups(function)
 
     @functools.wraps(options_of)
     def run(*args: Any, **options: Any) -> Any:
-        seldom()
+        collect_less_often()
 
         def call() -> int:
             options_of(*args, **options)
             return 0
 
-        code = ended(call, bool(options.get("as_json")), reraise=(typer.Exit, typer.Abort))
+        code = exit_code_of(call, bool(options.get("as_json")), reraise=(typer.Exit, typer.Abort))
         if code:
             raise typer.Exit(code)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import bad_option, show_json
+from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.inputs import Planned
+    from schedlang.verbs.inputs import PlannedSchedule
     from schedlang.viz.show import View
 
 Cost = Annotated[
@@ -22,15 +22,14 @@ Cost = Annotated[
     typer.Option(
         "--cost",
         metavar="F=18,B=37,step=4|T.json",
-        help="Milliseconds of a microbatch on one rank's part of the model, or a file with "
-        "the output of `run --timeline T --json`. An expected `time(step)` is compared "
-        "with the step time of these.",
+        help="Milliseconds of a microbatch on one rank's share, or a file of what `run` "
+        "printed as JSON beside a timeline: an expected `time(step)` is compared with their step.",
     ),
 ]
 
 
 @dataclass(frozen=True)
-class Written:
+class OutputFiles:
     """Output files: pictures, and the plan itself; None: not requested."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw a picture into this file.")] = None
@@ -54,7 +53,7 @@ class Locks:
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferOptions:
     """The other layout of `--transfer`; None: not requested."""
 
     transfer: Annotated[
@@ -62,8 +61,8 @@ class Moved:
         typer.Option(
             "--transfer",
             metavar="B",
-            help="Only show what `schedlang.transfer` sends from this layout to the layout of "
-            "another schedule of the same model.",
+            help="Only show what `schedlang.transfer` sends from this layout into that of another "
+            "schedule of the same model.",
         ),
     ] = None
     apart: Annotated[
@@ -72,7 +71,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Alone:
+class RankOptions:
     """The rank whose program is built without values; None: not requested."""
 
     rank: Annotated[
@@ -104,10 +103,10 @@ def plan(
         ),
     ] = None,
     each: Annotated[bool, typer.Option("--each", help="Print one line for each module.")] = False,
-    written: Written,
+    written: OutputFiles,
     locks: Locks,
-    moved: Moved,
-    alone: Alone,
+    moved: TransferOptions,
+    alone: RankOptions,
     as_json: AsJson = False,
 ) -> None:
     """Show what a schedule does to its model and what this costs, without running anything.
@@ -115,11 +114,11 @@ def plan(
     It prints bytes per rank by class at the peak of a step, the collectives of one step, and the
     timeline at unit cost.  Exit 1 if an `expect` does not hold.
     """
-    from schedlang.diagnostics.tables import columns, for_messages
-    from schedlang.verbs.costs import demand_expected, step_of
-    from schedlang.verbs.inputs import accounted, check_folders, planned
-    from schedlang.verbs.lockfile import demand_lock, write_lock
-    from schedlang.viz.show import text, view
+    from schedlang.diagnostics.tables import message_columns, terminal_columns
+    from schedlang.verbs.costs import check_expectations, simulate_step
+    from schedlang.verbs.inputs import account_costs, check_folders, plan_schedule
+    from schedlang.verbs.lockfile import check_lock, write_lock
+    from schedlang.viz.show import format_view, make_view
 
     start = time.perf_counter()
     check_folders(**vars(written))
@@ -128,7 +127,7 @@ def plan(
         bad_option(title, "leave it out: these take the model file's batch")
     if locks.locked:
         _check_lock_alone(common, locks)
-        demand_lock(file, common.model, as_json, show=True)
+        check_lock(file, common.model, as_json, show=True)
         return
     if moved.transfer is not None:
         _show_transfer((file, moved.transfer), common, moved.apart, as_json)
@@ -136,11 +135,11 @@ def plan(
     if alone.rank is not None or alone.weights is not None:
         _show_rank(file, common, alone, rows, as_json)
         return
-    found = planned(file, common.model, common.knob, common.mesh, rows)
+    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
     for warning in () if as_json else found.warnings:
-        print(warning.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
-    took = step_of(found.plan, cost)
-    shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
+        print(warning.render(message_columns(sys.stderr)) + "\n", file=sys.stderr)
+    took = simulate_step(found.plan, cost)
+    shown = make_view(found.plan, account_costs(found, memory=True), file.name, each=each)
     _write_pictures(shown, written)
     value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
     if written.out is not None:
@@ -150,34 +149,36 @@ def plan(
     if as_json:
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
-        print(text(shown, each=each, width=columns()))
+        print(format_view(shown, each=each, width=terminal_columns()))
         if took is not None:
             print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    demand_expected(found.plan, shown.account, took)
+    check_expectations(found.plan, shown.account, took)
 
 
 def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_json: bool) -> None:
     """Print what is sent from the layout of one schedule to that of another."""
-    from schedlang.passes.simulate.transfer import transferred
-    from schedlang.verbs.inputs import planned
+    from schedlang.passes.simulate.transfer_traffic import count_transfer
+    from schedlang.verbs.inputs import plan_schedule
 
-    first, second = (planned(file, common.model, common.knob, common.mesh) for file in files)
-    report = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
+    first, second = (plan_schedule(file, common.model, common.knob, common.mesh) for file in files)
+    report = count_transfer(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
     show_json(report.to_json()) if as_json else print(report.text(*(file.name for file in files)))
 
 
-def _show_rank(file: Path, common: Common, alone: Alone, rows: int | None, as_json: bool) -> None:
+def _show_rank(
+    file: Path, common: Common, alone: RankOptions, rows: int | None, as_json: bool
+) -> None:
     """Print what one rank would build."""
-    from schedlang.passes.simulate.one_rank import one_rank
-    from schedlang.verbs.inputs import planned
+    from schedlang.passes.simulate.one_rank import describe_rank
+    from schedlang.verbs.inputs import plan_schedule
 
     if alone.rank is None:
         bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
-    found = planned(file, common.model, common.knob, common.mesh, rows)
+    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
     batch = found.batch() or found.model.batch(0)  # refuses a file without a batch
-    report = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
+    report = describe_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
     show_json({"exit": 0, **report.to_json()}) if as_json else print(report.text())
 
 
@@ -190,33 +191,33 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
         bad_option(title, "or write a new lock with them: `--lock`")
 
 
-def _write_pictures(shown: View, asked: Written) -> None:
+def _write_pictures(shown: View, asked: OutputFiles) -> None:
     """Write the requested pictures."""
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.pipeline.timeline.simulation import timing
-    from schedlang.verbs.inputs import write_asked
-    from schedlang.viz.picture import page, picture
-    from schedlang.viz.timeline_page import trace
+    from schedlang.pipeline.timeline.simulation import simulate_timeline
+    from schedlang.verbs.inputs import write_output
+    from schedlang.viz.picture import draw_plan, plan_page
+    from schedlang.viz.timeline_page import format_trace
 
     if asked.svg is not None:
-        write_asked(asked.svg, picture(shown))
+        write_output(asked.svg, draw_plan(shown))
     if asked.html is not None:
-        write_asked(asked.html, page(shown))
+        write_output(asked.html, plan_page(shown))
     if asked.trace is not None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal.of("S609", title, helps=("leave out `--trace`",))
-        write_asked(asked.trace, trace(timing(timeline)))
+        write_output(asked.trace, format_trace(simulate_timeline(timeline)))
 
 
-def _save_plan(out: Path, found: Planned) -> None:
+def _save_plan(out: Path, found: PlannedSchedule) -> None:
     """Save all that a later run needs: text, model, decisions, mesh and actions."""
     import json
 
     from schedlang.language import printer
-    from schedlang.passes.elaborate.record import record
-    from schedlang.verbs.inputs import write_asked
+    from schedlang.passes.elaborate.plan_record import plan_to_record
+    from schedlang.verbs.inputs import write_output
 
     path = found.model.path
     saved = {
@@ -224,6 +225,6 @@ def _save_plan(out: Path, found: Planned) -> None:
         "schedule_file": str(found.file),
         "schedule_text": printer.to_text(found.tree),
         "model_file": str(path) if path is not None else found.model.name,
-        **{key: value for key, value in record(found.plan).items() if key != "schedule"},
+        **{key: value for key, value in plan_to_record(found.plan).items() if key != "schedule"},
     }
-    write_asked(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+    write_output(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

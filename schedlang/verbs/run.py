@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.diagnostics.tables import for_messages
-from schedlang.verbs.ending import FAILS, REFUSED, bad_option, show_json
-from schedlang.verbs.options import AsJson, Common, Seed, Timeout, unchecked, verb
+from schedlang.diagnostics.tables import message_columns
+from schedlang.verbs.exits import FAILS, REFUSED, bad_option, show_json
+from schedlang.verbs.options import AsJson, Common, Seed, Timeout, exit_unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.plan import Plan
-    from schedlang.passes.lower.train import Course, Measured, Trained
-    from schedlang.passes.simulate.step_time import Took
+    from schedlang.passes.lower.train import MeasuredStep, TrainingResult, TrainingRun
+    from schedlang.passes.simulate.step_time import StepSeconds
 
 Run = Annotated[
     Path | None,
@@ -61,18 +61,18 @@ def run(
     Starts local ranks, or joins the job under torchrun.  Tokens count the full batch, with padding.
     """
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.diagnostics.told_once import in_a_job, tell
-    from schedlang.passes.lower.train import Course, check
+    from schedlang.diagnostics.job_refusals import is_in_job, print_once
+    from schedlang.passes.lower.train import TrainingRun, check_run
     from schedlang.verbs.inputs import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
     shown = _ProgressBar(training.steps, quiet=as_json or not first)
     try:
         check_folders(timeline=timeline)
-        with unchecked(timeout, as_json and first, shown.close):
+        with exit_unchecked(timeout, as_json and first, shown.close):
             found, planned = _load_plan(file, plan, common, training.seed)
             check_timeline(timeline, planned)
-            course = Course(
+            course = TrainingRun(
                 planned,
                 found.batch,
                 found.loss,
@@ -83,7 +83,7 @@ def run(
                 training.seed,
                 WATCHED if timeline is not None else 0,
             )
-            check(course)
+            check_run(course)
             _check_costs(course)
             title = file or plan
             assert title is not None
@@ -93,11 +93,11 @@ def run(
                 else _train_locally(course, found, shown)
             )
     except Refusal as refusal:
-        if as_json or not in_a_job():
+        if as_json or not is_in_job():
             if first:
                 raise
         else:
-            tell(refusal)
+            print_once(refusal)
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)
@@ -119,37 +119,37 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
         raise Refusal.of("S609", title, helps=("leave out `--timeline`",))
 
 
-def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
+def write_measured(path: Path, found: MeasuredStep, title: str, axis: str) -> None:
     """Write a measured step beside its simulated one, in the format of the file's suffix.
 
     `axis` is the pipeline's axis; the lanes are its positions.
     """
-    from schedlang.verbs.inputs import write_asked
+    from schedlang.verbs.inputs import write_output
     from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 
     if path.suffix == ".json":
-        write_asked(path, measured_trace(found))
+        write_output(path, measured_trace(found))
     else:
         make = measured_svg if path.suffix == ".svg" else measured_page
-        write_asked(path, make(found, title, f"{axis}="))
+        write_output(path, make(found, title, f"{axis}="))
 
 
-def _print_results(name: str, course: Course, trained: Trained, as_json: bool) -> None:
+def _print_results(name: str, course: TrainingRun, trained: TrainingResult, as_json: bool) -> None:
     """Print the results of a training; exit 1 if it took longer than the schedule expects."""
-    from schedlang.passes.simulate.expected import late
-    from schedlang.verbs.costs import demand_time
+    from schedlang.passes.simulate.expectations import check_times
+    from schedlang.verbs.costs import check_expected_time
 
     plan, took = course.plan, _median_step(trained)
     if as_json:
-        show_json(_facts(course, trained, FAILS if list(late(plan, took)) else 0))
+        show_json(_facts(course, trained, FAILS if list(check_times(plan, took)) else 0))
     else:
         print(_report_text(name, course, trained))
-        for one in trained.left:
-            print(one.warning.render(for_messages(sys.stderr)), file=sys.stderr)
-    demand_time(plan, took)
+        for one in trained.declined_calls:
+            print(one.warning.render(message_columns(sys.stderr)), file=sys.stderr)
+    check_expected_time(plan, took)
 
 
-def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
+def _facts(course: TrainingRun, trained: TrainingResult, code: int) -> dict[str, Any]:
     mesh = course.plan.mesh
     facts = {
         "exit": code,
@@ -162,25 +162,27 @@ def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
     return facts | trained.to_json()
 
 
-def _check_costs(course: Course) -> None:
+def _check_costs(course: TrainingRun) -> None:
     """Refuse rows that gain nothing (S888), and exit 1 for unexpected costs, before any rank
     starts."""
-    from schedlang.passes.simulate.expected import counted, counting
-    from schedlang.passes.simulate.gains import gained
-    from schedlang.verbs.costs import demand_costs
+    from schedlang.passes.simulate.expectations import cost_expectations, count_costs
+    from schedlang.passes.simulate.kernel_gains import count_step_gains
+    from schedlang.verbs.costs import check_expected_costs
 
-    gained(course.plan, course.batch(course.seed))
-    if counting(course.plan):
+    count_step_gains(course.plan, course.batch(course.seed))
+    if cost_expectations(course.plan):
         batch = course.batch(course.seed)
-        demand_costs(course.plan, counted(course.plan, batch, course.loss, course.weight))
+        check_expected_costs(
+            course.plan, count_costs(course.plan, batch, course.loss, course.weight)
+        )
 
 
-def _median_step(trained: Trained) -> Took:
+def _median_step(trained: TrainingResult) -> StepSeconds:
     """Return the median step, as rank 0 measured it."""
-    from schedlang.passes.simulate.step_time import Took
+    from schedlang.passes.simulate.step_time import StepSeconds
 
-    count = len(trained.settled)
-    return Took(trained.median, (f"measured: the median of {count} steps on this machine",))
+    count = len(trained.steps_after_warmup)
+    return StepSeconds(trained.median, (f"measured: the median of {count} steps on this machine",))
 
 
 def _under_torchrun() -> bool:
@@ -194,11 +196,11 @@ def _load_plan(
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
-    from schedlang.passes.elaborate.record import restored
+    from schedlang.passes.elaborate.plan_record import plan_from_record
     from schedlang.schedule import Schedule
-    from schedlang.verbs.inputs import recorded, settings
+    from schedlang.verbs.inputs import parse_settings, read_saved_plan
 
-    given = settings(common.knob, common.mesh)
+    given = parse_settings(common.knob, common.mesh)
     if (file is None) == (record is None):
         title = "`run` needs either a schedule or a saved plan"
         bad_option(title, "`schedlang run FILE`, or `--plan p.json`")
@@ -206,49 +208,51 @@ def _load_plan(
         if given.knobs or given.mesh:
             title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
             bad_option(title, "run the schedule, or save a new plan")
-        made, found = recorded(record, common.model)
-        return found, restored(made, ModelFacts(found.model(seed=seed)))
+        made, found = read_saved_plan(record, common.model)
+        return found, plan_from_record(made, ModelFacts(found.model(seed=seed)))
     assert file is not None
     source = read(file)
     found = load_model_file(common.model, file)
     return found, Schedule(found.model(seed=seed), parse(source), given).plan()
 
 
-def _train_in_job(course: Course, shown: _ProgressBar) -> Trained:
+def _train_in_job(course: TrainingRun, shown: _ProgressBar) -> TrainingResult:
     """Train as one rank of the job that torchrun started."""
     from functools import partial
 
     from schedlang.passes.lower.train import train
-    from schedlang.passes.verify.probe import cheaply
-    from schedlang.runtime.comm.agreement import leave
-    from schedlang.runtime.launch.heart import inside
+    from schedlang.passes.verify.probe import check_if_cheap
+    from schedlang.runtime.comm.agreement import leave_world
+    from schedlang.runtime.launch.hang_watch import waits_for_ranks
 
-    check = partial(cheaply, loss=course.loss, weight=course.weight)
-    with inside(), shown:
+    check = partial(check_if_cheap, loss=course.loss, weight=course.weight)
+    with waits_for_ranks(), shown:
         trained = train(replace(course, check=check), shown.step)
-    leave()
+    leave_world()
     return trained
 
 
-def _train_locally(course: Course, found: ModelFile, shown: _ProgressBar) -> Trained:
+def _train_locally(course: TrainingRun, found: ModelFile, shown: _ProgressBar) -> TrainingResult:
     """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
     from schedlang.runtime.launch.pool import Pool
 
     check_world(course.plan, "run")
-    course = sound(course)
+    course = trace_course(course)
     with Pool(files=found.files) as pool, shown:
         return pool.run(train, course.plan.mesh.world, course, on_progress=shown.on_message)[0]  # type: ignore[no-any-return]
 
 
-def sound(course: Course) -> Course:
+def trace_course(course: TrainingRun) -> TrainingRun:
     """Return the course with its plan traced once for all ranks; refuses what `verify` refuses."""
     from schedlang.passes.verify import probe
-    from schedlang.passes.verify.sides import Case
+    from schedlang.passes.verify.proof_case import Case
 
     batch = course.batch(course.seed)
-    case = probe.sound(Case(course.plan, (batch,), course.loss, course.weight, course.seed))
+    case = probe.prepare_checked(
+        Case(course.plan, (batch,), course.loss, course.weight, course.seed)
+    )
     return replace(course, plan=case.plan, prepared=case.prepared)
 
 
@@ -299,7 +303,7 @@ class _ProgressBar:
             print(f"step {step.number:>4}  {text}", file=sys.stderr, flush=True)
 
 
-def _report_text(name: str, course: Course, trained: Trained) -> str:
+def _report_text(name: str, course: TrainingRun, trained: TrainingResult) -> str:
     """Return the final report of a training as text."""
     mesh, steps = course.plan.mesh, trained.steps
     where = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
@@ -318,11 +322,11 @@ def _report_text(name: str, course: Course, trained: Trained) -> str:
     return "\n".join([*lines, f"  held between steps, without gathered copies; {rest}"])
 
 
-def _on_cpu(trained: Trained) -> bool:
+def _on_cpu(trained: TrainingResult) -> bool:
     return trained.memory[0].peak is None
 
 
-def _memory_lines(trained: Trained) -> list[str]:
+def _memory_lines(trained: TrainingResult) -> list[str]:
     """Return one line for the ranks that hold equally much."""
     ranks_by_memory: dict[Any, list[int]] = {}
     for one in trained.memory:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import check_positive, show_json
+from schedlang.verbs.exits import check_positive, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.step_time import Machine
+    from schedlang.passes.simulate.step_time import RankRates
     from schedlang.pipeline.cost import Cost
     from schedlang.pipeline.timeline.simulation import Timing
 
@@ -35,7 +35,7 @@ Costs = Annotated[
 
 
 @dataclass(frozen=True)
-class Asked:
+class OrderOptions:
     """The options of an order; None: not given."""
 
     order: Annotated[
@@ -73,13 +73,13 @@ class Speeds:
         50.0
     )
 
-    def machine(self) -> Machine:
+    def machine(self) -> RankRates:
         """Return the speeds in FLOP/s and bytes/s; refuses S109."""
-        from schedlang.passes.simulate.step_time import Machine
+        from schedlang.passes.simulate.step_time import RankRates
 
         for name, value in vars(self).items():
             check_positive(name, value)
-        return Machine(self.tflops * 1e12, self.bandwidth * 1e9)
+        return RankRates(self.tflops * 1e12, self.bandwidth * 1e9)
 
 
 @dataclass(frozen=True)
@@ -105,25 +105,27 @@ class Pictures:
 
         `axis` is the pipeline's axis in a schedule, `unit` the unit of the costs (ms).
         """
-        from schedlang.verbs.inputs import write_asked
-        from schedlang.viz.timeline_page import Shown, timeline_page, trace
-        from schedlang.viz.timeline_pictures import drawn
+        from schedlang.verbs.inputs import write_output
+        from schedlang.viz.timeline_page import InitialTimeline, format_trace, timeline_page
+        from schedlang.viz.timeline_pictures import draw_timings
 
         if self.svg is not None:
             who = f"{axis}=" if axis else "rank "
-            text = drawn({"": times}, title=title, transfers=self.transfers, who=who)
-            write_asked(self.svg, text)
+            text = draw_timings({"": times}, title=title, transfers=self.transfers, who=who)
+            write_output(self.svg, text)
         if self.trace is not None:
-            write_asked(self.trace, trace(times))
+            write_output(self.trace, format_trace(times))
         if self.html is not None:
-            write_asked(self.html, timeline_page(Shown(order, times.timeline, axis, unit), cost))
+            write_output(
+                self.html, timeline_page(InitialTimeline(order, times.timeline, axis, unit), cost)
+            )
 
 
 @verb
 def simulate(
     file: File = None,
     *,
-    asked: Asked,
+    asked: OrderOptions,
     cost: Costs = None,
     speeds: Speeds,
     common: Common,
@@ -137,41 +139,43 @@ def simulate(
     For a schedule, the order, ranks, microbatches and chunks come from its plan.  `--cost` is in
     milliseconds if the schedule has an `expect` for `time(step)`: exit 1 if it does not hold.
     """
-    from schedlang.diagnostics.tables import columns
+    from schedlang.diagnostics.tables import terminal_columns
     from schedlang.passes.simulate.machine import cluster_of
-    from schedlang.passes.simulate.step_time import slower
-    from schedlang.verbs.costs import costs, demand_time, step_of
-    from schedlang.verbs.inputs import check_folders, planned
-    from schedlang.verbs.simulated import named, of_schedule
+    from schedlang.passes.simulate.step_time import place_slowdowns
+    from schedlang.verbs.costs import check_expected_time, parse_costs, simulate_step
+    from schedlang.verbs.inputs import check_folders, plan_schedule
+    from schedlang.verbs.timelines import simulate_named, simulate_schedule
 
     axis = unit = ""
     check_folders(svg=pictures.svg, html=pictures.html, trace=pictures.trace)
     if file is None:
-        found = named(asked, costs(cost))
+        found = simulate_named(asked, parse_costs(cost))
     else:
-        plan = planned(file, common.model, common.knob, common.mesh)
-        given = None if cost is None else costs(cost)
+        plan = plan_schedule(file, common.model, common.knob, common.mesh)
+        given = None if cost is None else parse_costs(cost)
         machine = speeds.machine()
         if given is None:
-            machine = replace(machine, slower=slower(plan.plan, cluster_of(plan.tree)[0]))
-        found = of_schedule(file, asked, plan, given, machine)
+            machine = replace(
+                machine, slowdowns=place_slowdowns(plan.plan, cluster_of(plan.tree)[0])
+            )
+        found = simulate_schedule(file, asked, plan, given, machine)
         axis, unit = plan.plan.cuts[0].axis, "ms" if given is None else ""
-    title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
+    title = f"{found.head_line}, bubble {float(found.times.bubble):.1%}"
     pictures.write(found.times, title, found.order, found.cost, axis=axis, unit=unit)
     if as_json:
         show_json(found.to_json())
     else:
-        print(f"{found.text(width or columns())}\n\n{in_bars(found.times, width)}")
-    if file is not None and (took := step_of(plan.plan, cost)) is not None:
-        demand_time(plan.plan, took)
+        print(f"{found.text(width or terminal_columns())}\n\n{draw_bars(found.times, width)}")
+    if file is not None and (took := simulate_step(plan.plan, cost)) is not None:
+        check_expected_time(plan.plan, took)
 
 
-def in_bars(times: Timing, width: int | None = None) -> str:
+def draw_bars(times: Timing, width: int | None = None) -> str:
     """Return a bar for each rank, in colour where the terminal supports it and NO_COLOR is not
     set."""
-    from schedlang.viz.timeline_pictures import bars
+    from schedlang.viz.timeline_pictures import draw_bars
 
     live = sys.stdout.isatty()
     if width is None:
         width = shutil.get_terminal_size((100, 24)).columns if live else 100
-    return bars(times, width, colour=live and not os.environ.get("NO_COLOR"))
+    return draw_bars(times, width, colour=live and not os.environ.get("NO_COLOR"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.exits import show_json
 from schedlang.verbs.options import AsJson, Model, verb
 
 
@@ -24,10 +24,10 @@ def tree(
     as_json: AsJson = False,
 ) -> None:
     """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
-    from schedlang.diagnostics.tables import columns
+    from schedlang.diagnostics.tables import terminal_columns
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.viz.tree import text
+    from schedlang.viz.tree import format_tree
     from schedlang.viz.tree import tree as tree_of
 
     if file is not None and file.suffix == ".py" and model is None:
@@ -37,4 +37,4 @@ def tree(
     if as_json:
         show_json(root.to_json())
     else:
-        print(text(root, depth, columns()))
+        print(format_tree(root, depth, terminal_columns()))

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.aimed import Aims
-from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
-from schedlang.verbs.laid import FLEXFLOW, UNITY
+from schedlang.verbs.aim_options import Aims
+from schedlang.verbs.exits import FAILS, bad_option, check_positive, show_json
+from schedlang.verbs.model_search import Search, batch_of
+from schedlang.verbs.operator_layouts import FLEXFLOW, UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
-from schedlang.verbs.searched import Search, batch_of
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
     from schedlang.language.nodes import File
-    from schedlang.passes.autoshard.tune import Tried
+    from schedlang.passes.autoshard.knob_tuning import PricedPlan
     from schedlang.passes.elaborate.state import Settings
     from schedlang.passes.simulate.machine import Cluster
 
@@ -59,7 +59,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TuningOptions:
     """The values of knobs to try, and the number of results to show."""
 
     values: Annotated[
@@ -86,7 +86,7 @@ def tune(
     machine: Machine,
     search: Search,
     aims: Aims,
-    wanted: Wanted,
+    wanted: TuningOptions,
     model: Model = None,
     knob: Knobs = None,
     as_json: AsJson = False,
@@ -101,21 +101,21 @@ def tune(
     setting of the knobs.  Settings that need more than `--memory` are left out.  Exit 1 if nothing
     fits.
     """
-    from schedlang.diagnostics.tables import columns, fitted
+    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.limits import Limits
     from schedlang.ir.primitive import load_all
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.planner.named import planners
-    from schedlang.verbs.inputs import settings
+    from schedlang.passes.planner.paper_planners import describe_planners
+    from schedlang.verbs.inputs import parse_settings
 
     load_all()
     if search.planner == "list":
-        print(fitted(planners(), columns()))
+        print(wrap_lines(describe_planners(), terminal_columns()))
         return
-    given = settings(knob, None)
+    given = parse_settings(knob, None)
     if wanted.layouts or search.planner == UNITY:
-        if aims.given:
+        if aims.is_given:
             bad_option("`--layouts` looks for the quickest step alone", "leave out `--aim`")
         _search_layouts(file, model, machine, search, given, as_json)
         return
@@ -131,7 +131,7 @@ def tune(
     if limits != Limits():
         _search_model(file, model, machine, tree, search, aims, as_json, limits)
         return
-    if search.given or aims.given:
+    if search.is_given or aims.is_given:
         bad_option(
             "a schedule without `search` says how it trains: only its knobs are tried",
             "give the model file alone, or let the schedule say `search pin tp = 4`",
@@ -152,7 +152,7 @@ def _search_layouts(
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.verbs import laid
+    from schedlang.verbs import operator_layouts
 
     own = Search(out=search.out, planner=search.planner, dtype=search.dtype)
     if own != search or search.planner not in (None, UNITY, FLEXFLOW):
@@ -170,9 +170,11 @@ def _search_layouts(
     if tree is not None:
         plan = expand(tree, ModelFacts(found.model(meta=True)), given).plan
         assert plan is not None
-        begun = laid.Begun(source, plan)
+        begun = operator_layouts.BaseSchedule(source, plan)
         ranks = plan.mesh.world
-    laid.layouts(found, model or "model.py", cluster, ranks, begun, search, as_json)
+    operator_layouts.search_layouts(
+        found, model or "model.py", cluster, ranks, begun, search, as_json
+    )
 
 
 def _search_model(
@@ -187,46 +189,55 @@ def _search_model(
 ) -> None:
     from schedlang.ir.limits import Limits
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.verbs.searched import searched
+    from schedlang.verbs.model_search import search_model
 
     cluster, ranks = _find_cluster(machine, tree)
     found = load_model_file(model, file)
     bound = limits or Limits()
-    searched(found, model or "model.py", cluster, ranks, bound, search, aims, as_json)
+    search_model(found, model or "model.py", cluster, ranks, bound, search, aims, as_json)
 
 
 def _rank_settings(
     file: Path,
     tree: File,
     machine: Machine,
-    wanted: Wanted,
+    wanted: TuningOptions,
     model: str | None,
     knob: Sequence[str],
     as_json: bool,
 ) -> None:
     """Price every setting of the knobs, and print the fastest that fit first."""
-    from schedlang.diagnostics.tables import columns
+    from schedlang.diagnostics.tables import terminal_columns
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.passes.autoshard.tune import Job, ranked, settings_of, text, to_json, tune
-    from schedlang.verbs.inputs import settings
+    from schedlang.passes.autoshard.knob_tuning import (
+        Job,
+        format_tuning,
+        price_settings,
+        rank_fitting,
+        settings_of,
+        to_json,
+    )
+    from schedlang.verbs.inputs import parse_settings
 
     start = time.perf_counter()
     cluster, ranks = _find_cluster(machine, tree)
-    given = settings(knob, None).knobs
+    given = parse_settings(knob, None).knobs
     menu = settings_of(tree, given, _parse_values(wanted))
     one = load_model_file(model, file)
     job = Job(ModelFacts(one.model(meta=True)), batch_of(one), one.loss, one.weight, cluster, ranks)
     found = []
-    for place, tried in enumerate(tune(job, tree, [{**given, **each} for each in menu]), 1):
+    for place, tried in enumerate(
+        price_settings(job, tree, [{**given, **each} for each in menu]), 1
+    ):
         found.append(tried)
         if not as_json and sys.stderr.isatty():
             print(f"\r{place} of {len(menu)}", end="", file=sys.stderr, flush=True)
-    best = ranked(found, cluster.memory)
+    best = rank_fitting(found, cluster.memory)
     if as_json:
         show_json(to_json(job, found))
     else:
-        print(text(job, found, wanted.top, f"{file.name} · ", columns()))
+        print(format_tuning(job, found, wanted.top, f"{file.name} · ", terminal_columns()))
         if best:  # in one line, however long, to be pasted
             print(f"next: {_next_command(file, best[0], model)}")
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -240,8 +251,8 @@ def _rank_settings(
 def _find_cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     """Return the cluster and its ranks, from options and the schedule's `on`; refuses S109."""
     from schedlang.language.nodes import Mesh
-    from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named, cluster_of
-    from schedlang.passes.simulate.nodes import Nodes
+    from schedlang.passes.simulate.machine import CLUSTERS, cluster_named, cluster_of, with_figures
+    from schedlang.passes.simulate.node_cluster import Nodes
 
     own = (None, None) if tree is None else cluster_of(tree)
     known, counted = own if machine.on is None else cluster_named(machine.on)
@@ -263,13 +274,13 @@ def _find_cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
         "memory": _parse_bytes(machine.memory),
     }
     if not isinstance(known, Nodes):
-        return changed(known, **given), ranks
+        return with_figures(known, **given), ranks
     if any(value is not None for value in given.values()):
         title = f"`{known.name}` has unlike nodes: no option says a figure of all"
         bad_option(title, "write it into their file: `--on cluster.toml`")
     if ranks > known.ranks:
         bad_option(f"`{known.name}` has {known.ranks} ranks, not {ranks}", f"--gpus {known.ranks}")
-    return known.part(ranks), ranks
+    return known.first_nodes(ranks), ranks
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -290,7 +301,7 @@ def _parse_bytes(text: str | None) -> int | None:
     return int(value)
 
 
-def _parse_values(wanted: Wanted) -> dict[str, list[str]]:
+def _parse_values(wanted: TuningOptions) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in wanted.values or ():
         name, _, values = (part.strip() for part in text.partition("="))
@@ -301,11 +312,11 @@ def _parse_values(wanted: Wanted) -> dict[str, list[str]]:
     return found
 
 
-def _next_command(file: Path, best: Tried, model: str | None) -> str:
+def _next_command(file: Path, best: PricedPlan, model: str | None) -> str:
     """Return the command that shows the first setting of the table."""
-    from schedlang.ir.limits import written
+    from schedlang.ir.limits import format_value
 
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
-    words = [f"--knob {name}={written(value)}" for name, value in best.given.items()]
+    words = [f"--knob {name}={format_value(value)}" for name, value in best.knobs.items()]
     words += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
     return f"schedlang plan {file} {' '.join(words)}"

@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.uncollected import uncollected
-from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, bad_option, show_json
-from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
+from schedlang.garbage_collection import without_collector
+from schedlang.verbs.exits import FAILS, HOLDS, UNCHECKED, bad_option, show_json
+from schedlang.verbs.options import (
+    AsJson,
+    Common,
+    Seed,
+    Timeout,
+    WorkingDtype,
+    exit_unchecked,
+    verb,
+)
 
 if TYPE_CHECKING:
     from schedlang.report import Report
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignProgram:
     """A program that was written elsewhere, and how to run its ranks."""
 
     against: Annotated[
@@ -49,7 +57,7 @@ def verify(
     ] = None,
     *,
     common: Common,
-    foreign: Foreign,
+    foreign: ForeignProgram,
     seed: Seed = 0,
     only: Annotated[
         str | None,
@@ -86,17 +94,19 @@ def verify(
     # here, and would import everything again
     if "numpy" not in sys.modules:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with uncollected():  # imports leave almost no garbage, and a collection would visit all of it
+    with (
+        without_collector()
+    ):  # imports leave almost no garbage, and a collection would visit all of it
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file
         from schedlang.passes.prove import prove
-        from schedlang.passes.reduce_model.shrink import remarked
-        from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-        from schedlang.runtime.launch.frames import in_one_piece
+        from schedlang.passes.reduce_model.shrink import with_reduction
+        from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
+        from schedlang.runtime.launch.frames import call_in_one_piece
         from schedlang.runtime.launch.pool import Pool
-        from schedlang.verbs.inputs import check_folders, posed, settings
-        from schedlang.verbs.lockfile import demand_lock
-        from schedlang.verbs.telling import Telling
+        from schedlang.verbs.inputs import check_folders, make_proof_case, parse_settings
+        from schedlang.verbs.lockfile import check_lock
+        from schedlang.verbs.progress import ProgressLine
 
     check_folders(html=html)
     of_schedule = {"knob": common.knob, "mesh": common.mesh, "only": only, "locked": locked}
@@ -110,19 +120,19 @@ def verify(
         helps = ("`schedlang verify FILE`, or `schedlang verify --against program.py`",)
         raise Refusal.of("S109", title, helps=helps)
     if locked:
-        demand_lock(file, common.model, as_json)
-    given = settings(common.knob, common.mesh)
+        check_lock(file, common.model, as_json)
+    given = parse_settings(common.knob, common.mesh)
     with (
         Pool(
-            preload=(*BASE, *PROGRAMS), forked=True
+            preload=(*BASE_MODULES, *PROGRAM_MODULES), forked=True
         ) as pool,  # forked before there is another thread
-        Telling(quiet=as_json) as progress,
-        unchecked(timeout, as_json, progress.close),
+        ProgressLine(quiet=as_json) as progress,
+        exit_unchecked(timeout, as_json, progress.close),
     ):
         found = load_model_file(common.model, file)
         with progress.paused():
-            pool.know(found.files, here=True)
-        one = posed(
+            pool.import_files(found.files, here=True)
+        one = make_proof_case(
             file,
             found,
             given,
@@ -133,12 +143,12 @@ def verify(
             shrink=shrink,
         )
         options = {"pool": pool, "title": file.name, "command": one.command, "progress": progress}
-        report = in_one_piece(prove, one.case, **options)
-    _print_report(remarked(report, one.small), as_json, html, verbose)
+        report = call_in_one_piece(prove, one.case, **options)
+    _print_report(with_reduction(report, one.small), as_json, html, verbose)
     raise typer.Exit(_exit_code(report))
 
 
-def _check_options(foreign: Foreign, of_schedule: Mapping[str, object]) -> None:
+def _check_options(foreign: ForeignProgram, of_schedule: Mapping[str, object]) -> None:
     """Refuse options that would be ignored: a schedule's for a program, or a program's for a
     schedule."""
     if foreign.against is not None:
@@ -158,24 +168,24 @@ def _exit_code(report: Report) -> int:
 def _judge_program(
     file: Path | None,
     model: str | None,
-    foreign: Foreign,
+    foreign: ForeignProgram,
     seed: int,
     dtype: str | None,
     timeout: float | None,
     as_json: bool,
 ) -> Report:
     """Return the report of a program that was written elsewhere, against the original's file."""
-    from schedlang.passes.judge.judge import judge, posed
-    from schedlang.passes.verify.spilled import unhoarded
-    from schedlang.verbs.telling import Telling
+    from schedlang.passes.judge.judge import judge, load_task
+    from schedlang.passes.verify.mapped_tensors import limit_malloc_cache
+    from schedlang.verbs.progress import ProgressLine
 
-    unhoarded()  # this process runs only this verb
+    limit_malloc_cache()  # this process runs only this verb
     path = foreign.against
     assert path is not None
-    with Telling(quiet=as_json) as progress, unchecked(timeout, as_json, progress.close):
+    with ProgressLine(quiet=as_json) as progress, exit_unchecked(timeout, as_json, progress.close):
         named = str(file) if file is not None else model
         given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
-        one = posed(path, named, foreign.ranks, dtype=dtype, **given)
+        one = load_task(path, named, foreign.ranks, dtype=dtype, **given)
         words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
         words += [f"--ranks {one.task.world}", f"--seed {seed}"]
         words += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
@@ -185,11 +195,11 @@ def _judge_program(
 
 
 def _print_report(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
-    from schedlang.report import WIDTH, lines, page
-    from schedlang.verbs.inputs import write_asked
+    from schedlang.report import WIDTH, html_page, report_lines
+    from schedlang.verbs.inputs import write_output
 
     if html is not None:
-        write_asked(html, page(report))
+        write_output(html, html_page(report))
     if as_json:
         show_json(report.to_json())
         return
@@ -198,5 +208,5 @@ def _print_report(report: Report, as_json: bool, html: Path | None, verbose: boo
 
     console = Console()
     width = console.width if console.is_terminal else WIDTH
-    for style, text in lines(report, width, verbose=verbose):
+    for style, text in report_lines(report, width, verbose=verbose):
         console.print(Text(text, style=style), soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.ending import bad_option, show_json
+from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
 
@@ -36,20 +36,20 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Show which rows act on a module or parameter, or why ranks send something to each other."""
-    from schedlang.verbs.inputs import accounted, planned
-    from schedlang.viz.why import listed, why_collective
-    from schedlang.viz.why import why as rows
+    from schedlang.verbs.inputs import account_costs, plan_schedule
+    from schedlang.viz.why import explain_collective, list_collectives
+    from schedlang.viz.why import explain_rows as rows
 
     if (name is not None) + (collective is not None) + collectives != 1:
         title = "`why` needs either a module or a collective"
         bad_option(
             title, "`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`"
         )
-    found = planned(file, common.model, common.knob, common.mesh)
+    found = plan_schedule(file, common.model, common.knob, common.mesh)
     if name is not None:
         text = rows(found.plan, found.tree, name)
     elif collective is None:
-        text = listed(accounted(found))
+        text = list_collectives(account_costs(found))
     else:
-        text = why_collective(found.plan, found.tree, accounted(found), collective)
+        text = explain_collective(found.plan, found.tree, account_costs(found), collective)
     show_json({"why": text.split("\n")}) if as_json else print(text)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.diagnostics.tables import size
-from schedlang.ir.memory import CLASSES, heaviest
+from schedlang.diagnostics.tables import format_bytes
+from schedlang.ir.memory import CLASSES, find_heaviest
 from schedlang.ir.mesh import Mesh
-from schedlang.viz.elements import box, key, say
+from schedlang.viz.elements import draw_box, draw_legend_entry, draw_text
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # -- bytes from rank to rank -----------------------------------------------------------------------
 
 
-MOST = 64  # rows and columns
+MAX_BLOCKS = 64  # rows and columns
 Bytes = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
@@ -60,7 +60,7 @@ class Pairs:
     ranks: int
 
 
-def pairs(mesh: Mesh, line: str, found: Iterable[Collective], most: int = MOST) -> Pairs:
+def sum_pairs(mesh: Mesh, line: str, found: Iterable[Collective], most: int = MAX_BLOCKS) -> Pairs:
     """Add up what ranks send to each other; `line` is the pipeline's axis, "" without one.
 
     For more than `most` ranks, ranks that agree on the slower axes form a block; if the slowest
@@ -156,28 +156,30 @@ COLOURS = dict(
 LEFT, WIDE, HIGH, GAP = 150.0, 900.0, 76.0, 34.0
 MOST_PANELS, MOST_POINTS = 4, 300
 NAMING = "one operation after the other: 0B2 is the backward (B) of microbatch 2 on stage 0"
-APART = 56.0  # minimal points between two names below a panel
+NAME_DISTANCE = 56.0  # minimal points between two names below a panel
 
 
-def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str], int]:
+def draw_memory(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str], int]:
     """Draw a panel for each of a few kinds of ranks, the fullest included; return parts and height.
 
     All panels have the scale of the fullest. In a long step neighbouring operations are merged into
     the highest of them.
     """
-    top = heaviest(found)
+    top = find_heaviest(found)
     shown = list(found[:MOST_PANELS])
     shown = shown if top in shown else [*shown[:-1], top]
-    parts = [say(24, y, "bytes over a step", "t"), *_memory_legend(y)]
+    parts = [draw_text(24, y, "bytes over a step", "t"), *_memory_legend(y)]
     base = y + 12
     if any(_is_operation(moment.what) for one in shown for moment in one.moments):
-        parts.append(say(LEFT, y + 18, NAMING, "s"))
+        parts.append(draw_text(LEFT, y + 18, NAMING, "s"))
         base += 14
     for one in shown:
         parts += _draw_panel(one, axis, base, top.peak)
         base += round(HIGH + GAP)
     if len(shown) < len(found):
-        parts.append(say(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s"))
+        parts.append(
+            draw_text(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s")
+        )
         base += 20
     return parts, base - y + 20
 
@@ -185,15 +187,15 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
 def _memory_legend(y: int) -> Iterator[str]:
     x = LEFT
     for name, fill in COLOURS.items():
-        yield key(x, y, f'fill="{fill}"', name)
+        yield draw_legend_entry(x, y, f'fill="{fill}"', name)
         x += 128
 
 
 def _draw_panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
     """Draw one kind of ranks: areas, and the place of the peak."""
     where = f"{axis}={one.place}" if one.place is not None else f"rank {one.first}"
-    yield say(24, y + 14, where, "m")
-    yield say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
+    yield draw_text(24, y + 14, where, "m")
+    yield draw_text(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
     levels = [level for m in one.moments for level in (m.most, m.end)]
     run = -(-len(levels) // MOST_POINTS)
     levels = _thin_out(levels, run)
@@ -205,7 +207,7 @@ def _draw_panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
             there = [*enumerate(above), *reversed([*enumerate(below)])]
             points = " ".join(f"{LEFT + k * step:.1f},{y + HIGH - v * scale:.1f}" for k, v in there)
             highest = max(level[place] for level in levels)
-            tooltip = html.escape(f"{name}: at most {size(highest)}")
+            tooltip = html.escape(f"{name}: at most {format_bytes(highest)}")
             title = f"<title>{tooltip}</title>"
             yield f'<polygon points="{points}" fill="{COLOURS[name]}">{title}</polygon>'
         below = above
@@ -219,20 +221,25 @@ def _draw_scales(one: RankMemory, y: int, most: int, places: Sequence[float]) ->
     for level in (0, most):
         base = y + HIGH - level / max(1, most) * HIGH
         yield f'<path class="g" d="M{LEFT - 4:.0f} {base:.1f}h4"/>'
-        yield say(LEFT - 8, base + 4, size(level) if level else "0", "s e")
+        yield draw_text(LEFT - 8, base + 4, format_bytes(level) if level else "0", "s e")
     peak = LEFT + places[one.moments.index(one.top)]
-    words = f"peak {size(one.peak)} in {one.top.what}"
+    words = f"peak {format_bytes(one.peak)} in {one.top.what}"
     wide = 6.2 * len(words)
     left = min(peak, LEFT + WIDE - wide)
-    free = LEFT - APART
+    free = LEFT - NAME_DISTANCE
     for place, moment in zip(places, one.moments, strict=True):
         x = LEFT + place
-        over = left - APART < x < left + wide
-        if _is_operation(moment.what) and x >= free + APART and not over and x < LEFT + WIDE - 24:
-            yield say(x, y + HIGH + 14, moment.what, "s")
+        over = left - NAME_DISTANCE < x < left + wide
+        if (
+            _is_operation(moment.what)
+            and x >= free + NAME_DISTANCE
+            and not over
+            and x < LEFT + WIDE - 24
+        ):
+            yield draw_text(x, y + HIGH + 14, moment.what, "s")
             free = x
     yield f'<path class="g" d="M{peak:.1f} {y}v{HIGH:.0f}" stroke-dasharray="2 3"/>'
-    yield say(left, y + HIGH + 14, words, "s b")
+    yield draw_text(left, y + HIGH + 14, words, "s b")
 
 
 def _is_operation(what: str) -> bool:
@@ -288,7 +295,7 @@ class Matrix:
         return max(len(name) for name in self.sums.names) if self.cell >= 24 else 0
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
+    def shade_starts(self) -> tuple[int, ...]:
         """The bytes at which shades begin, in equal steps of the logarithm from least to most."""
         there = self.sums.bytes[self.sums.bytes > 0]
         low, high = math.log(there.min()), math.log(there.max())
@@ -298,27 +305,27 @@ class Matrix:
 
     def shade(self, value: float) -> int:
         """Return the shade for a number of bytes."""
-        lowest = len(LIGHT) - len(self.starts)
-        return lowest + sum(value >= start for start in self.starts[1:])
+        lowest = len(LIGHT) - len(self.shade_starts)
+        return lowest + sum(value >= start for start in self.shade_starts[1:])
 
-    def every(self, room: int) -> int:
+    def label_step(self, room: int) -> int:
         """Return the step between labels that need `room` points."""
         return math.ceil(room / self.cell)
 
 
-def between(view: View, y: int) -> tuple[list[str], int]:
+def draw_traffic(view: View, y: int) -> tuple[list[str], int]:
     """Draw the matrix of ranks and the sorts of collectives, from `y` down; return parts and
     height."""
     plan, found = view.plan, view.account.collectives
     if not found or plan.mesh.world < 2:
         return [], 0
-    sums = pairs(plan.mesh, plan.cuts[0].axis if plan.cuts else "", found)
+    sums = sum_pairs(plan.mesh, plan.cuts[0].axis if plan.cuts else "", found)
     if not sums.bytes.any():
         return [], 0
     matrix = Matrix(sums, y + HEAD)
     sorts, low = _draw_sorts(view, found, y)
     parts = [
-        say(MARGIN, y, "sent in a step", "t"),
+        draw_text(MARGIN, y, "sent in a step", "t"),
         *_traffic_legend(matrix, y),
         *_draw_names(matrix),
     ]
@@ -327,15 +334,15 @@ def between(view: View, y: int) -> tuple[list[str], int]:
     if sums.ranks < plan.mesh.world:
         high += 18
         words = f"the first {sums.ranks} of {plan.mesh.world} ranks"
-        parts.append(say(matrix.left, y + high - 4, words, "s"))
+        parts.append(draw_text(matrix.left, y + high - 4, words, "s"))
     return parts, round(max(high, low)) + 34
 
 
 def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
     x = 150.0
-    for start, following in zip(drawn.starts, (*drawn.starts[1:], 1)):
-        words = f"from {size(start)}" if start else f"below {size(following)}"
-        yield key(x, y, f'class="h{drawn.shade(start + 0.5)}"', words)
+    for start, following in zip(drawn.shade_starts, (*drawn.shade_starts[1:], 1)):
+        words = f"from {format_bytes(start)}" if start else f"below {format_bytes(following)}"
+        yield draw_legend_entry(x, y, f'class="h{drawn.shade(start + 0.5)}"', words)
         x += 34 + 6.6 * len(words)
 
 
@@ -343,31 +350,31 @@ def _draw_names(drawn: Matrix) -> Iterator[str]:
     """Label rows and columns."""
     sums, wide = drawn.sums, drawn.cell
     whose = "a rank" if sums.each == 1 else f"{sums.each} ranks"
-    yield say(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
+    yield draw_text(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
     for place, name in enumerate(sums.names):
         middle = (place + 0.5) * wide
-        if place % drawn.every(20) == 0:
-            yield say(MARGIN, drawn.y + middle + 4, str(place), "m")
+        if place % drawn.label_step(20) == 0:
+            yield draw_text(MARGIN, drawn.y + middle + 4, str(place), "m")
             if drawn.cell >= 24:
-                yield say(MARGIN + 26, drawn.y + middle + 4, name, "s")
-            yield say(drawn.left + middle, drawn.y - 5, str(place), "c")
+                yield draw_text(MARGIN + 26, drawn.y + middle + 4, name, "s")
+            yield draw_text(drawn.left + middle, drawn.y - 5, str(place), "c")
 
 
 def _draw_cells(drawn: Matrix) -> Iterator[str]:
     """Draw the cells with traffic, with the bytes in them where there is room."""
     sums, wide = drawn.sums, drawn.cell
     side = wide * len(sums.names)
-    yield box(drawn.left, drawn.y, f"{side:g}", f"{side:g}", "z")
+    yield draw_box(drawn.left, drawn.y, f"{side:g}", f"{side:g}", "z")
     if len(sums.names) > MOST_CELLS:
         yield from _draw_runs(drawn)
         return
     for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
         value = float(sums.bytes[row, column])
-        x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
+        x, y, words = drawn.left + column * wide, drawn.y + row * wide, format_bytes(round(value))
         tooltip, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
-        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=tooltip)
+        yield draw_box(x, y, wide - 1, wide - 1, f"h{shade}", title=tooltip)
         if wide >= WORDY:
-            yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
+            yield draw_text(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
 
 
 def _draw_runs(drawn: Matrix) -> Iterator[str]:
@@ -389,18 +396,22 @@ def _draw_sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[s
     places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
     sums: dict[Sort, tuple[int, int]] = {}
     for sort in dict.fromkeys(_sort_of(one) for one in found):
-        sums[sort] = max((_total(view.account.at(p), sort) for p in places), key=lambda s: s[1])
+        sums[sort] = max(
+            (_total(view.account.collectives_at(p), sort) for p in places), key=lambda s: s[1]
+        )
     shown = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST_SORTS]
     most = max(total for _, (_, total) in shown) or 1
-    parts = [say(LIST, y, "collectives of a rank", "t")]
+    parts = [draw_text(LIST, y, "collectives of a rank", "t")]
     for place, ((kind, axes), (count, total)) in enumerate(shown):
         top, wide = y + 24 + place * SORT, max(1.0, BAR * total / most)
-        parts.append(say(LIST, top, f"{kind} over {axes}: {count}, {size(total)} in all", "s"))
-        parts.append(box(LIST, top + 5, wide, 9, "h3"))
+        parts.append(
+            draw_text(LIST, top, f"{kind} over {axes}: {count}, {format_bytes(total)} in all", "s")
+        )
+        parts.append(draw_box(LIST, top + 5, wide, 9, "h3"))
     rest = len(sums) - len(shown)
     if rest:
         words = f"and {rest} more sort{'s' * (rest > 1)}"
-        parts.append(say(LIST, y + 24 + len(shown) * SORT, words, "s"))
+        parts.append(draw_text(LIST, y + 24 + len(shown) * SORT, words, "s"))
     return parts, 24 + (len(shown) + (rest > 0)) * SORT
 
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import quoted
+from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.ir.primitive import Primitive
-from schedlang.language.value import shown
-from schedlang.passes.elaborate.rows import folded
+from schedlang.language.value import show_value
+from schedlang.passes.elaborate.rows import fold_names
 from schedlang.passes.elaborate.state import arguments_text
-from schedlang.viz.elements import framed
+from schedlang.viz.elements import html_page
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
-    from schedlang.passes.simulate.account import Cost
+    from schedlang.passes.simulate.account import CostChange
 
 # -- two plans, compared action by action ----------------------------------------------------------
 
@@ -37,11 +37,12 @@ class Change:
     def where(self) -> str:
         """The modules, folded, and their number."""
         count = f" x{len(self.sites)}" if len(self.sites) > 1 else ""
-        return folded(self.sites) + count
+        return fold_names(self.sites) + count
 
     def __str__(self) -> str:
         count = f"  x{len(self.sites)}" if len(self.sites) > 1 else ""
-        return f"  {self.sign} {folded(self.sites):<28} {self.name:<14} {self.said}{count}".rstrip()
+        sites = fold_names(self.sites)
+        return f"  {self.sign} {sites:<28} {self.name:<14} {self.said}{count}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _changed_arguments(old: Action, new: Action) -> Iterator[str]:
     before, after = _arguments_of(old.primitive), _arguments_of(new.primitive)
     for name, value in after.items():
         if before[name] != value:
-            yield f"{name}: {shown(before[name])} -> {shown(value)}"
+            yield f"{name}: {show_value(before[name])} -> {show_value(value)}"
 
 
 def _changed_facts(old: Plan, new: Plan) -> Iterator[str]:
@@ -128,8 +129,8 @@ def _changed_facts(old: Plan, new: Plan) -> Iterator[str]:
     was = dict(old.decisions)
     for name, value in new.decisions:
         if name in was and was[name] != value:
-            yield f"{name} {shown(was[name])} -> {shown(value)}"
-    grades = [quoted(sorted(plan.gives_up)) or "nothing" for plan in (old, new)]
+            yield f"{name} {show_value(was[name])} -> {show_value(value)}"
+    grades = [quote_names(sorted(plan.gives_up)) or "nothing" for plan in (old, new)]
     if grades[0] != grades[1]:
         yield f"gives up {grades[0]} -> {grades[1]}"
 
@@ -152,7 +153,7 @@ STYLE = (
 )
 
 
-def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+def format_markdown(names: Names, found: Difference, costs: Sequence[CostChange]) -> str:
     """Format the difference as Markdown tables: changed costs, then action by action."""
     lines = [f"### `{names[0]}` → `{names[1]}`", ""]
     if not found:
@@ -160,7 +161,7 @@ def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     moved = [cost for cost in costs if cost.old != cost.new]
     lines += ["| per rank and step | before | after | change |", "|---|---:|---:|---:|"]
     lines += [
-        f"| {one.name} | {one.said(one.old)} | {one.said(one.new)} | {one.change} |"
+        f"| {one.name} | {one.format(one.old)} | {one.format(one.new)} | {one.change} |"
         for one in moved
     ] or ["| all figures | as before | as before | |"]
     if found.changes:
@@ -186,7 +187,7 @@ def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+def diff_page(names: Names, found: Difference, costs: Sequence[CostChange]) -> str:
     """Format the difference as one self-contained page."""
     title = f"{names[0]} → {names[1]}"
     body = [f"<h1>{html.escape(title)}</h1>"]
@@ -195,17 +196,17 @@ def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
         body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
-    return framed(title, STYLE, "\n".join(body) + "\n", 960)
+    return html_page(title, STYLE, "\n".join(body) + "\n", 960)
 
 
-def _cost_table(costs: Iterable[Cost]) -> Iterator[str]:
+def _cost_table(costs: Iterable[CostChange]) -> Iterator[str]:
     yield (
         '<table><tr><th>per rank and step</th><th class="n">before</th><th class="n">after</th>'
         '<th class="n">change</th></tr>'
     )
     for one in costs:
         kind = "s" if one.old == one.new else "b"
-        cells = (one.said(one.old), one.said(one.new), one.change or "as before")
+        cells = (one.format(one.old), one.format(one.new), one.change or "as before")
         numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in cells)
         yield f'<tr class="{kind}"><td>{html.escape(one.name)}</td>{numbers}</tr>'
     yield "</table>"

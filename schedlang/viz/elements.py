@@ -8,7 +8,7 @@ from html import escape
 Length = int | float | str  # points; a float has one digit, text stays as it is
 
 
-def sheet(
+def svg_document(
     kind: str,
     wide: int,
     high: int,
@@ -35,7 +35,7 @@ def sheet(
     return "\n".join([head, f"<style>{style}</style>", ground, *parts, "</svg>\n"])
 
 
-def box(
+def draw_box(
     x: Length,
     y: Length,
     wide: Length,
@@ -56,16 +56,16 @@ def _points(value: Length) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
-def say(x: float, y: float, words: str, kind: str = "") -> str:
+def draw_text(x: float, y: float, words: str, kind: str = "") -> str:
     """Return words as SVG, beginning at a point; `kind` is their class in the picture's style."""
     named = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{escape(words)}</text>'
 
 
-def key(x: float, y: float, look: str, words: str) -> str:
+def draw_legend_entry(x: float, y: float, look: str, words: str) -> str:
     """Return one entry of a legend: a square with a look (`fill="#..."` or a class), and its
     words."""
-    return f"{box(f'{x:.0f}', y - 10, 12, 12, look=look)}\n{say(x + 17, y, words)}"
+    return f"{draw_box(f'{x:.0f}', y - 10, 12, 12, look=look)}\n{draw_text(x + 17, y, words)}"
 
 
 LIGHT = (
@@ -75,7 +75,7 @@ LIGHT = (
 DARK = "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
 
 
-def framed(title: str, style: str, body: str, widest: int) -> str:
+def html_page(title: str, style: str, body: str, widest: int) -> str:
     """Return a self-contained HTML page, light or dark as the reader prefers; `body` is HTML.
 
     `style` is the page's own style; `widest` the page's width in points.

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.tables import columns, number, size
-from schedlang.ir.plan import PRINTED, Plan
-from schedlang.passes.elaborate.state import arguments_text, short
+from schedlang.diagnostics.tables import format_bytes, format_count, terminal_columns
+from schedlang.ir.plan import PLAN_PRINTERS, Plan
+from schedlang.passes.elaborate.state import arguments_text, short_dtype
 from schedlang.viz import cost_pictures
-from schedlang.viz.elements import box, framed, key, say, sheet
-from schedlang.viz.show import result, text, view
+from schedlang.viz.elements import draw_box, draw_legend_entry, draw_text, html_page, svg_document
+from schedlang.viz.show import describe_result, format_view, make_view
 from schedlang.viz.tree import Node, tree
 
 if TYPE_CHECKING:
@@ -52,27 +52,28 @@ class Mark:
     sends: tuple[str, ...]
 
 
-def picture(view: View) -> str:
+def draw_plan(view: View) -> str:
     """Draw the plan as SVG text."""
     y = 44
     parts: list[str] = []
-    for draw in (_head, _tree, _memory, _over_time, cost_pictures.between, _timeline):
+    for draw in (_head, _tree, _memory, _over_time, cost_pictures.draw_traffic, _timeline):
         found, height = draw(view, y)
         parts += found
         y += height
     label = f"plan of {view.title or view.plan.model.class_name}"
-    return sheet("p", WIDTH, y, label, STYLE + cost_pictures.STYLE, parts, corner=8)
+    return svg_document("p", WIDTH, y, label, STYLE + cost_pictures.STYLE, parts, corner=8)
 
 
-def page(view: View) -> str:
+def plan_page(view: View) -> str:
     """Return the picture as a page, with the plan's text below it."""
     style = (
         ".wide{overflow:auto}.wide svg{width:100%;min-width:1010px;height:auto}"
         "pre{overflow:auto;font-size:12px}"
     )
-    shown = f'<div class="wide">{picture(view)}</div>'
-    words = f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
-    return framed(view.title or view.plan.model.class_name, style, shown + words, WIDTH)
+    shown = f'<div class="wide">{draw_plan(view)}</div>'
+    text = html.escape(format_view(view))
+    words = f"<details><summary>as text</summary><pre>{text}</pre></details>\n"
+    return html_page(view.title or view.plan.model.class_name, style, shown + words, WIDTH)
 
 
 Drawn = tuple[list[str], int]
@@ -81,13 +82,15 @@ Drawn = tuple[list[str], int]
 def _head(view: View, y: int) -> Drawn:
     plan = view.plan
     mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
-    subtitle = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
-    subtitle += result(plan)
-    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, subtitle, "s")], 48
+    subtitle = (
+        f"{plan.model.class_name}, {format_count(_numel(view))} parameters   ·   {mesh}   ·   "
+    )
+    subtitle += describe_result(plan)
+    return [draw_text(MARGIN, y, view.title, "h"), draw_text(MARGIN, y + 24, subtitle, "s")], 48
 
 
 def _numel(view: View) -> int:
-    return sum(fact.numel for fact in view.plan.model.unique.values())
+    return sum(fact.numel for fact in view.plan.model.unique_parameters.values())
 
 
 # -- the tree ----------------------------------------------------------------------------------
@@ -98,7 +101,7 @@ def _tree(view: View, y: int) -> Drawn:
     rows = list(_visible_rows(tree(view.plan.model, note=marks.at), 0, set()))
     shown = rows[:MOST_ROWS]
     parts = [
-        say(x, y + 14, word, "s")
+        draw_text(x, y + 14, word, "s")
         for word, x in (
             ("stage", MARGIN),
             ("module", COLUMNS["name"]),
@@ -113,7 +116,7 @@ def _tree(view: View, y: int) -> Drawn:
         parts += _draw_row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
     if len(rows) > len(shown):
         words = f"and {len(rows) - len(shown)} more modules"
-        parts.append(say(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
+        parts.append(draw_text(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
     return parts, (len(shown) + 3) * ROW
 
 
@@ -142,9 +145,10 @@ class _MarkFinder:
         holds = {s for u, s in units.items() if not fqn or u.startswith(f"{fqn}.")}
         facts = self.plan.model.sites[fqn].parameters
         layouts = tuple(
-            f"{short(fact.dtype)}{self.plan.held(fact.name).show()}" for fact in facts.values()
+            f"{short_dtype(fact.dtype)}{self.plan.effective_layout(fact.name).show()}"
+            for fact in facts.values()
         )
-        rows = [a for a in self.plan.actions if fqn in a.sites and a.acts]
+        rows = [a for a in self.plan.actions if fqn in a.sites and a.has_effect]
         does = tuple(f"{a.name} {arguments_text(a.primitive)}".strip() for a in rows)
         return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
 
@@ -187,13 +191,13 @@ def _draw_row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Ite
     mark = node.note
     assert isinstance(mark, Mark)
     if shade:
-        yield box(MARGIN, y, WIDTH - 2 * MARGIN, ROW, "z")
+        yield draw_box(MARGIN, y, WIDTH - 2 * MARGIN, ROW, "z")
     yield from _draw_stage(mark.stages, y)
     base = y + 15
     name = node.name if depth else node.class_name
-    yield say(COLUMNS["name"] + depth * 16, base, name, "m")
+    yield draw_text(COLUMNS["name"] + depth * 16, base, name, "m")
     times = f" ×{node.count}" if node.count > 1 else ""
-    yield say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
+    yield draw_text(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
     if mark.layouts:
         yield _draw_layout(COLUMNS["layout"], base, mark.layouts[0])
     tied = [f"= {tensor.tied.rpartition('.')[0]}" for tensor in node.tensors if tensor.tied]
@@ -205,25 +209,25 @@ def _draw_effects(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[
     x = float(COLUMNS["does"])
     for words in does:
         wide = 6.65 * len(words) + 14
-        frame = box(f"{x:.0f}", y - 13, f"{wide:.0f}", 18, "f", 'rx="9"')
-        yield frame + say(x + 7, y, words, "m k")
+        frame = draw_box(f"{x:.0f}", y - 13, f"{wide:.0f}", 18, "f", 'rx="9"')
+        yield frame + draw_text(x + 7, y, words, "m k")
         x += wide + 6
     words = " · ".join(said)
     room = max(0, int((WIDTH - MARGIN - x) / 6.2))
     if words and len(words) <= room:
-        yield say(x, y, words, "s")
+        yield draw_text(x, y, words, "s")
     elif words:
         whole = f"<title>{html.escape(words)}</title>"
-        yield f"<g>{whole}{say(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
+        yield f"<g>{whole}{draw_text(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
 
 
 def _draw_stage(stages: Sequence[int], y: int) -> Iterator[str]:
     """Draw the stage of a module as a coloured number; several stages as a range without colour."""
     if len(stages) > 1:
-        yield say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
+        yield draw_text(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
     for stage in stages[:1] if len(stages) == 1 else ():
         fill = STAGES[stage % len(STAGES)]
-        chip = box(MARGIN + 4, y + 3, 22, 16, look=f'rx="4" fill="{fill}"')
+        chip = draw_box(MARGIN + 4, y + 3, 22, 16, look=f'rx="4" fill="{fill}"')
         yield f'{chip}<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
 
 
@@ -247,19 +251,21 @@ def _memory(view: View, y: int) -> Drawn:
     classes = view.account.classes
     if not classes:
         return [], 0
-    parts = [say(MARGIN, y, "bytes per rank", "t")]
+    parts = [draw_text(MARGIN, y, "bytes per rank", "t")]
     x = 150.0
     for name, fill in BARS:
-        parts.append(key(x, y, f'fill="{fill}"', name))
+        parts.append(draw_legend_entry(x, y, f'fill="{fill}"', name))
         x += 110
     if not view.account.memory:
-        parts.append(say(x, y, "activations not estimated", "s"))
+        parts.append(draw_text(x, y, "activations not estimated", "s"))
     most = max(one.state for one in classes) or 1
     for place, one in enumerate(classes[:MOST_BARS]):
         parts += _draw_bar(view, one, y + 14 + place * 20, 560 / most)
     rest = len(classes) - MOST_BARS
     if rest > 0:
-        parts.append(say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
+        parts.append(
+            draw_text(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s")
+        )
     return parts, 60 + min(len(classes), MOST_BARS) * 20 + 20 * (rest > 0)
 
 
@@ -267,7 +273,7 @@ def _over_time(view: View, y: int) -> Drawn:
     """Draw the memory over the step, if it was estimated."""
     if not view.account.memory:
         return [], 0
-    return cost_pictures.over_time(
+    return cost_pictures.draw_memory(
         view.account.memory, view.plan.cuts[0].axis if view.plan.cuts else "", y
     )
 
@@ -275,21 +281,23 @@ def _over_time(view: View, y: int) -> Drawn:
 def _draw_bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
     where = f"{view.plan.cuts[0].axis}={one.place}" if one.place is not None else f"{one.first}, .."
     ranks = f"{one.ranks} rank{'s' * (one.ranks > 1)}"
-    yield say(MARGIN, y + 13, where, "m")
-    yield say(MARGIN + 54, y + 13, ranks, "s")
+    yield draw_text(MARGIN, y + 13, where, "m")
+    yield draw_text(MARGIN + 54, y + 13, ranks, "s")
     x = 150.0
     for name, fill in BARS:
         count: int = getattr(one, name)
         wide = max(count * scale, 0.5)
-        yield box(x, y + 1, wide, 16, look=f'fill="{fill}"', title=f"{name}: {size(count)}")
+        yield draw_box(
+            x, y + 1, wide, 16, look=f'fill="{fill}"', title=f"{name}: {format_bytes(count)}"
+        )
         x += count * scale
-    yield say(x + 8, y + 13, size(one.state))
+    yield draw_text(x + 8, y + 13, format_bytes(one.state))
 
 
 def _timeline(view: View, y: int) -> Drawn:
-    from schedlang.pipeline.timeline.simulation import timing
-    from schedlang.pipeline.timeline.table import UNIT
-    from schedlang.viz.timeline_pictures import drawn, height
+    from schedlang.pipeline.timeline.simulation import simulate_timeline
+    from schedlang.pipeline.timeline.table import UNIT_TIMES
+    from schedlang.viz.timeline_pictures import draw_timings, picture_height
 
     timeline, order = view.account.timeline, view.plan.order
     if timeline is None or order is None:
@@ -300,9 +308,9 @@ def _timeline(view: View, y: int) -> Drawn:
     if ranks < timeline.ranks:
         title += f" (the first {ranks} of {timeline.ranks} ranks)"
     widest, at = WIDTH - 2 * MARGIN - 80, (MARGIN - 4, y - 16)
-    times = {"": timing(timeline, UNIT, 0.0)}
-    found = drawn(times, title=title, widest=widest, ranks=ranks, unit=48.0, who=who, at=at)
-    return [found.strip()], height(ranks) + 8
+    times = {"": simulate_timeline(timeline, UNIT_TIMES, 0.0)}
+    found = draw_timings(times, title=title, widest=widest, ranks=ranks, unit=48.0, who=who, at=at)
+    return [found.strip()], picture_height(ranks) + 8
 
 
 # -- printing from Python --------------------------------------------------------------------------
@@ -311,17 +319,17 @@ def _timeline(view: View, y: int) -> Drawn:
 class _Printer:
     def text(self, plan: Plan) -> str:
         """Return the text of the verb `plan`, without activations, which need a batch."""
-        return text(_view(plan), width=columns())
+        return format_view(_view(plan), width=terminal_columns())
 
     def picture(self, plan: Plan) -> str:
         """Return the picture of `plan --svg`."""
-        return picture(_view(plan))
+        return draw_plan(_view(plan))
 
 
 def _view(plan: Plan) -> View:
     from schedlang.passes.simulate.account import account
 
-    return view(plan, account(plan, None))
+    return make_view(plan, account(plan, None))
 
 
-PRINTED.append(_Printer())
+PLAN_PRINTERS.append(_Printer())

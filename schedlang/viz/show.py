@@ -6,18 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.tables import joined, number, size, table, widths, wrapped
+from schedlang.diagnostics.tables import (
+    column_widths,
+    format_bytes,
+    format_count,
+    format_row,
+    format_table,
+    wrap_text,
+)
 from schedlang.ir.memory import CLASSES
 from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.language.value import shown
-from schedlang.passes.elaborate.record import record
-from schedlang.passes.elaborate.rows import alike, pattern
-from schedlang.passes.elaborate.state import arguments_text, short
-from schedlang.passes.simulate.account import ACTIVATIONS, Account
+from schedlang.language.value import show_value
+from schedlang.passes.elaborate.plan_record import plan_to_record
+from schedlang.passes.elaborate.rows import describe_group, group_sites
+from schedlang.passes.elaborate.state import arguments_text, short_dtype
+from schedlang.passes.simulate.account import NOT_ESTIMATED, Account
 from schedlang.passes.simulate.traffic import Collective
-from schedlang.report import equal
+from schedlang.report import describe_equivalence
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.memory import RankClass
@@ -83,7 +90,7 @@ class Step:
 
 @dataclass(frozen=True)
 class View:
-    """Everything that a printed plan shows; `text` formats it."""
+    """Everything that a printed plan shows; `format_view` formats it."""
 
     title: str
     plan: Plan = field(repr=False)
@@ -113,10 +120,10 @@ class View:
     def to_json(self) -> dict[str, Any]:
         """Return the plan's record and its account, and the lines as printed."""
         return {
-            **record(self.plan),
+            **plan_to_record(self.plan),
             "title": self.title,
             "grade": self.grade,
-            "parameters": sum(fact.numel for fact in self.plan.model.unique.values()),
+            "parameters": sum(fact.numel for fact in self.plan.model.unique_parameters.values()),
             "steps": [
                 {
                     "name": s.name,
@@ -133,7 +140,7 @@ class View:
             yield from step.lines
 
 
-def view(plan: Plan, account: Account, title: str = "", *, each: bool = False) -> View:
+def make_view(plan: Plan, account: Account, title: str = "", *, each: bool = False) -> View:
     """Prepare the plan for printing; with `each`, one line for each module."""
     steps: list[Step] = []
     relaxed = dict(plan.relaxed)
@@ -157,14 +164,14 @@ def _lines_of(
         return (sign, f"{description}\n{site}") if each else (sign, description)
 
     mine = [one for one in account.collectives or () if one.row == action.row]
-    groups = alike(action.sites, key)
+    groups = group_sites(action.sites, key)
     for place, ((_, (sign, description)), sites) in enumerate(groups.items()):
         last = place == len(groups) - 1  # collectives of no group go with the last
         included = [one for one in mine if last or _is_at_modules(one, sites)]
         mine = [one for one in mine if one not in included]
         yield Line(
             sign,
-            pattern(sites, plan.model.sites),
+            describe_group(sites, plan.model.sites),
             sites,
             action.name,
             description.split("\n")[0],
@@ -203,7 +210,7 @@ def _effects(found: Sequence[Collective]) -> tuple[Effect, ...]:
 
 
 def _sign_of(plan: Plan, action: Action, site: str, split: set[str]) -> str:
-    if not action.acts:
+    if not action.has_effect:
         return "?"
     own = {fact.name for fact in plan.model.sites[site].parameters.values()}
     tied = action.changes(Facet.PLACEMENT) and own and own <= split
@@ -238,7 +245,7 @@ def _describe_row(plan: Plan, action: Action, site: str) -> str:
 
 def _type_text(plan: Plan, name: str, padding: bool = False) -> str:
     """Format a parameter as f32[768, 2304@tp]; with `padding`, f32[50257 -> 50304, 768]."""
-    layout, dtype = plan.layout(name), short(plan.model.parameters[name].dtype)
+    layout, dtype = plan.layout(name), short_dtype(plan.model.parameters[name].dtype)
     if not padding:
         return dtype + layout.show()
     pairs = zip(layout.shape, layout.padded)
@@ -253,12 +260,12 @@ MOST_CLASSES = 16
 Row = tuple[str, ...]
 
 
-def text(view: View, *, each: bool = False, width: int | None = None) -> str:
+def format_view(view: View, *, each: bool = False, width: int | None = None) -> str:
     """Format the plan for a terminal; `each` shows all kinds of ranks.
 
     Tables wider than `width` are split over more lines; None: unlimited width.
     """
-    lines = [*wrapped(_headline(view), width), ""]
+    lines = [*wrap_text(_headline(view), width), ""]
     cells = [(step, [_cells(line) for line in step.lines]) for step in view.steps]
     lay = _layout([line for _, rows in cells for line in rows], width)
     for step, rows in cells:
@@ -280,26 +287,26 @@ def text(view: View, *, each: bool = False, width: int | None = None) -> str:
 
 def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row]], list[str]]:
     """Choose a layout of lines: all in columns, else collectives below, else arguments below."""
-    wide = widths([row for line in lines for row in line])
+    wide = column_widths([row for line in lines for row in line])
     if width is None or sum(w + 2 for w in wide if w) <= width:
-        return lambda line: [joined(row, wide) for row in line]
-    own = widths([_without_collectives(line) for line in lines])
-    sent = widths([row[5:8] for line in lines for row in line])
+        return lambda line: [format_row(row, wide) for row in line]
+    own = column_widths([_without_collectives(line) for line in lines])
+    sent = column_widths([row[5:8] for line in lines for row in line])
     narrow = sum(w + 2 for w in own if w) > width
     if narrow:
-        own = widths([_without_collectives(line)[:3] for line in lines])
+        own = column_widths([_without_collectives(line)[:3] for line in lines])
 
     def lay(line: list[Row]) -> list[str]:
         first = _without_collectives(line)
         if narrow:
-            head, rest = joined(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
+            head, rest = format_row(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
             fits = len(head) + len(rest) + 2 <= width
             printed = (
-                [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+                [f"{head}  {rest}".rstrip()] if fits else [head, *wrap_text(rest, width, " " * 5)]
             )
         else:
-            printed = [joined(first, own)]
-        return printed + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
+            printed = [format_row(first, own)]
+        return printed + [" " * 5 + format_row(row[5:8], sent) for row in line if row[5]]
 
     return lay
 
@@ -311,7 +318,7 @@ def _without_collectives(line: list[Row]) -> Row:
 
 def _headline(view: View) -> str:
     plan = view.plan
-    knobs = "   ".join(f"{name} = {shown(value)}" for name, value in plan.decisions)
+    knobs = "   ".join(f"{name} = {show_value(value)}" for name, value in plan.decisions)
     mesh = f"mesh {plan.mesh}" + (f" on {plan.mesh.device}" if plan.mesh.device else "")
     counts = f"{_count(view.rows, 'row')}, {_count(view.changes, 'change')}"
     checks = f", {_count(view.checks, 'check')}" if view.checks else ""
@@ -338,7 +345,7 @@ def _cells(line: Line) -> list[Row]:
 
 
 def _effect(effect: Effect) -> Row:
-    each = size(effect.bytes // effect.count)
+    each = format_bytes(effect.bytes // effect.count)
     return f"+ {effect.kind} {'x'.join(effect.axes)}", effect.what, f"{effect.count} x {each}"
 
 
@@ -346,7 +353,7 @@ def _effect(effect: Effect) -> Row:
 
 
 def _table(rows: Sequence[Row], width: int | None, keys: int = 2) -> Iterator[str]:
-    yield from table(rows, width, keys)
+    yield from format_table(rows, width, keys)
     yield ""
 
 
@@ -357,14 +364,14 @@ def _fused(view: View, width: int | None) -> Iterator[str]:
     rows: list[Row] = [("kernels of one", "", "forward", "backward", "bytes moved")]
     for one in view.account.gains:
         before, after = one.gain.before, one.gain.after
-        where = pattern(one.sites, view.plan.model.sites)
+        where = describe_group(one.sites, view.plan.model.sites)
         rows.append(
             (
                 where,
                 one.what,
                 f"{before.forward} -> {after.forward}",
                 f"{before.backward} -> {after.backward}",
-                f"{size(before.bytes)} -> {size(after.bytes)}",
+                f"{format_bytes(before.bytes)} -> {format_bytes(after.bytes)}",
             )
         )
     yield from _table(rows, width)
@@ -372,7 +379,7 @@ def _fused(view: View, width: int | None) -> Iterator[str]:
 
 def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
     account = view.account
-    whole = number(sum(fact.numel for fact in view.plan.model.unique.values()))
+    whole = format_count(sum(fact.numel for fact in view.plan.model.unique_parameters.values()))
     if account.classes is None:
         yield f"per rank   not counted (the model has {whole} parameters)"
         return
@@ -407,8 +414,10 @@ def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
     rows: list[Row] = [("peak", "", "at", "sum", *CLASSES)]
     for one in memory if each else memory[:MOST_CLASSES]:
         where = _where(view, one.place) or f"rank {one.first}"
-        cells = (size(count) if count else "-" for count in one.classes.values())
-        rows.append((where, _count(one.ranks, "rank"), one.top.what, size(one.peak), *cells))
+        cells = (format_bytes(count) if count else "-" for count in one.classes.values())
+        rows.append(
+            (where, _count(one.ranks, "rank"), one.top.what, format_bytes(one.peak), *cells)
+        )
     yield from _table(rows, width)
 
 
@@ -420,11 +429,11 @@ def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
     return (
         where.strip(),
         _count(one.ranks, "rank"),
-        f"{number(one.elements)}, {size(one.parameters)}",
-        size(one.gradients),
-        size(one.optimizer),
-        f"+ {size(one.working)}" if one.working else "-",
-        *(size(getattr(one, tier)) for tier in away),
+        f"{format_count(one.elements)}, {format_bytes(one.parameters)}",
+        format_bytes(one.gradients),
+        format_bytes(one.optimizer),
+        f"+ {format_bytes(one.working)}" if one.working else "-",
+        *(format_bytes(getattr(one, tier)) for tier in away),
         _activations(view, one),
     )
 
@@ -432,7 +441,7 @@ def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
 def _activations(view: View, one: RankClass) -> str:
     """Return the maximal activations of these ranks."""
     found = [m for m in view.account.memory or () if m.first == one.first]
-    return size(found[0].activations) if found else ACTIVATIONS
+    return format_bytes(found[0].activations) if found else NOT_ESTIMATED
 
 
 def _where(view: View, place: int | None) -> str:
@@ -454,7 +463,7 @@ def _traffic(view: View, width: int | None) -> Iterator[str]:
     ]
     places = list(dict.fromkeys(one.place for one in account.classes or ()))
     for place in sorted(places, key=lambda p: p or 0):
-        mine = account.at(place)
+        mine = account.collectives_at(place)
         cells = [
             _format_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds
         ]
@@ -464,7 +473,7 @@ def _traffic(view: View, width: int | None) -> Iterator[str]:
 
 def _format_sum(found: Sequence[Collective]) -> str:
     count, total = sum(one.count for one in found), sum(one.total for one in found)
-    return f"{count}, {size(total)}" if count else "-"
+    return f"{count}, {format_bytes(total)}" if count else "-"
 
 
 def _timeline(view: View, width: int) -> Iterator[str]:
@@ -481,14 +490,14 @@ def _timeline(view: View, width: int) -> Iterator[str]:
 
 
 def _footer(view: View, width: int | None) -> Iterator[str]:
-    yield f"result  {result(view.plan)}"
+    yield f"result  {describe_result(view.plan)}"
     for note in view.account.notes:
-        yield from wrapped(f"note    {note}", width, more=" " * 8)
+        yield from wrap_text(f"note    {note}", width, more=" " * 8)
 
 
-def result(plan: Plan) -> str:
+def describe_result(plan: Plan) -> str:
     """Describe how far the result may differ from the original's."""
     gives_up = sorted(plan.gives_up)
     if gives_up in ([], ["rounding"]):
-        return f"equal to the original {equal('algebraic' if gives_up else 'exact')}"
+        return f"equal to the original {describe_equivalence('algebraic' if gives_up else 'exact')}"
     return f"may differ from the original in {', '.join(gives_up)}"

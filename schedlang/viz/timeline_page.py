@@ -14,17 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.passes.lower.train import Measured
-from schedlang.pipeline.cost import UNIT_COST, Cost, Number
-from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.simulation import COPIES, Timing, weights
-from schedlang.pipeline.timeline.table import Kind, Timeline, barriers, chain, dependencies
-from schedlang.viz.elements import framed
+from schedlang.passes.lower.train import MeasuredStep
+from schedlang.pipeline.cost import DEFAULT_COST, Cost, Number
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.simulation import COPY_KINDS, Timing, relative_weights
+from schedlang.pipeline.timeline.table import (
+    Kind,
+    Timeline,
+    barrier_waits,
+    chain_edges,
+    dependencies,
+)
+from schedlang.viz.elements import html_page
 from schedlang.viz.timeline_pictures import (
     FAINTEST,
     STYLE,
-    drawn,
+    draw_timings,
     levels,
     look_of,
 )
@@ -35,7 +41,9 @@ from schedlang.viz.timeline_pictures import (
 UNIT = 1000.0  # microseconds a unit of cost
 
 
-def trace(times: Timing | Mapping[str, Timing], unit: float = UNIT, *, flows: bool = True) -> str:
+def format_trace(
+    times: Timing | Mapping[str, Timing], unit: float = UNIT, *, flows: bool = True
+) -> str:
     """Format timings as Trace Event JSON, `unit` microseconds per unit of cost.
 
     Several timings become named processes. A thread for each rank, and one for its copies; a
@@ -56,7 +64,7 @@ def _name_events(process: int, name: str, times: Timing) -> Iterator[str]:
     t = times.timeline
     yield _meta_event("process_name", process, 0, {"name": name})
     yield _meta_event("process_sort_index", process, 0, {"sort_index": process})
-    copied = np.unique(t.rank[np.isin(t.kind, COPIES)]).tolist()
+    copied = np.unique(t.rank[np.isin(t.kind, COPY_KINDS)]).tolist()
     threads = [(rank, 2 * rank, f"rank {rank}") for rank in range(t.ranks)]
     threads += [(rank, 2 * rank + 1, f"rank {rank}, copies") for rank in copied]
     for _, number, title in sorted(threads):
@@ -70,7 +78,7 @@ def _meta_event(what: str, process: int, thread: int, args: Mapping[str, object]
 
 def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]:
     t = times.timeline
-    threads = 2 * t.rank + np.isin(t.kind, COPIES)
+    threads = 2 * t.rank + np.isin(t.kind, COPY_KINDS)
     chunk, most = levels(t), t.stages > t.ranks
     columns = (
         threads,
@@ -141,7 +149,7 @@ SHEET = (
 
 
 @dataclass(frozen=True)
-class Shown:
+class InitialTimeline:
     """A timeline that a page opens with, and its order or file.
 
     axis  of the mesh, whose places the lanes are; "" for an order alone
@@ -154,13 +162,13 @@ class Shown:
     unit: str = ""
 
 
-def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
+def timeline_page(shown: InitialTimeline | None = None, cost: Cost = DEFAULT_COST) -> str:
     """Return the page: every order at some sizes, and `shown`, the initial one, at its own sizes.
 
     Timelines are those of the registry, packed; the page's script only times and draws them. Orders
     that depend on costs are made for `cost`.
     """
-    cost, unit = readable(cost, shown.unit if shown is not None else "")
+    cost, unit = readable_cost(cost, shown.unit if shown is not None else "")
     sizes = (shown.timeline.ranks, shown.timeline.microbatches) if shown is not None else None
     entries = list(_make_entries(cost, sizes))
     first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
@@ -178,7 +186,7 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         "entries": entries,
         "first": first,
         "faintest": FAINTEST,
-        "cost": {key: rounded(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "cost": {key: round_value(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
         "unit": unit,
         "who": f"{shown.axis}=" if shown is not None and shown.axis else "rank ",
         "sources": {one.name: one.source for one in ORDERS},
@@ -188,7 +196,7 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
     return _make_page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
 
 
-def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
+def readable_cost(cost: Cost, unit: str) -> tuple[Cost, str]:
     """Return the costs in a unit in which the largest is at least 1; unchanged without a unit."""
     units = {"s": 1e3, "ms": 1.0, "µs": 1e-3, "ns": 1e-6}
     if unit not in units:
@@ -202,7 +210,7 @@ def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
     return replace(cost, **times, between=between), found
 
 
-def rounded(value: Number) -> float:
+def round_value(value: Number) -> float:
     """Round a value to the digits that fit into a field of the page."""
     return float(f"{float(value):.5g}")
 
@@ -211,7 +219,7 @@ def _weight_lists(t: Timeline, cost: Cost) -> dict[str, list[float]]:
     """Return the weights of stages and slices, where they are not all equal."""
     given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
     return {
-        name: [float(x) for x in weights(values, count, name)]
+        name: [float(x) for x in relative_weights(values, count, name)]
         for name, (values, count) in given.items()
         if values is not None
     }
@@ -221,7 +229,7 @@ def _is_registered(entry: dict[str, Any]) -> bool:
     return any(one.name == entry["order"] for one in ORDERS)
 
 
-def variants(known: Order) -> Iterator[tuple[int, int, str]]:
+def order_variants(known: Order) -> Iterator[tuple[int, int, str]]:
     """Yield (chunks, slices, name) of the variants in which an order is shown; none of a searched
     one."""
     if known.searched:
@@ -247,10 +255,10 @@ def _make_entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str
     if also is not None and also not in sizes and max(also) <= max(MICRO):
         sizes.append(also)
     for known in ORDERS:
-        for chunks, slices, name in variants(known):
+        for chunks, slices, name in order_variants(known):
             for ranks, micro in sizes:
                 try:
-                    made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
+                    made = make_order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
                 except OrderError:
                     continue
                 yield _make_entry(known.name, micro, name, made)
@@ -262,11 +270,11 @@ def _make_entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict
         "ranks": timeline.ranks,
         "micro": micro,
         "variant": variant,
-        "timeline": packed(timeline),
+        "timeline": pack_timeline(timeline),
     }
 
 
-def _make_page(data: str, shown: Shown | None, unit: str) -> str:
+def _make_page(data: str, shown: InitialTimeline | None, unit: str) -> str:
     title = f"{shown.order}: timeline" if shown else "timelines"
     script = resources.files("schedlang.viz").joinpath("page.js").read_text()
     selects = "".join(
@@ -306,7 +314,7 @@ def _make_page(data: str, shown: Shown | None, unit: str) -> str:
         '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )
-    return framed(title, SHEET + STYLE, body, 1240)
+    return html_page(title, SHEET + STYLE, body, 1240)
 
 
 # -- a timeline as a few short strings, which the page's script reads ------------------------------
@@ -324,7 +332,7 @@ PACKED = {
 }
 
 
-def packed(timeline: Timeline) -> dict[str, Any]:
+def pack_timeline(timeline: Timeline) -> dict[str, Any]:
     """Pack the compute rows of a timeline: one character per row and column.
 
     Columns with only default values are left out. `rows` counts those of each rank, `edges` is left
@@ -334,15 +342,15 @@ def packed(timeline: Timeline) -> dict[str, Any]:
     """
     t = timeline.compute()
     found: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
-    found["peak"] = [round(float(x), 6) for x in peak(timeline)]
+    found["peak"] = [round(float(x), 6) for x in peak_activations(timeline)]
     for name, usual in PACKED.items():
         column = getattr(t, name)
         if (column != usual).any():
             found[name] = "".join(map(chr, (column + (FIRST - usual)).tolist()))
-    if t.edges != chain(t.stages):
+    if t.edges != chain_edges(t.stages):
         found["edges"] = t.edges
-    if np.isin(t.kind, COPIES).any():
-        found["copies"] = COPIES
+    if np.isin(t.kind, COPY_KINDS).any():
+        found["copies"] = COPY_KINDS
     if extra := _extra_pairs(t):
         found["extra"] = extra
     return found
@@ -351,11 +359,11 @@ def packed(timeline: Timeline) -> dict[str, Any]:
 def _extra_pairs(t: Timeline) -> list[tuple[int, int]]:
     """Return pairs on one rank that its order does not imply, and those of barriers."""
     made, used = dependencies(t)
-    copies = np.isin(t.kind, COPIES)
+    copies = np.isin(t.kind, COPY_KINDS)
     explicit = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
     pairs = [(made[explicit], used[explicit])]
     if (t.kind == Kind.BARRIER).any():
-        pairs += barriers(t, copies)
+        pairs += barrier_waits(t, copies)
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
 
 
@@ -371,15 +379,15 @@ MEASURED_SHEET = (
 )
 
 
-def measured_svg(found: Measured, title: str, who: str = "rank ") -> str:
+def measured_svg(found: MeasuredStep, title: str, who: str = "rank ") -> str:
     """Draw each rank's planned bars, and the measured ones below; `who` names a lane, such as
     `pp=`."""
     layers = {"planned": found.planned, "measured": found.times}
     words = " · ".join((title, *found.text().split("   ")))
-    return drawn(layers, title=words, widest=WIDEST, unit=float("inf"), who=who)
+    return draw_timings(layers, title=words, widest=WIDEST, unit=float("inf"), who=who)
 
 
-def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
+def measured_page(found: MeasuredStep, title: str, who: str = "rank ") -> str:
     """Return the picture as a self-contained page, with the figures and the means below it."""
     value = found.to_json()
     names = ("makespan", "makespan_bubble", "rank_span", "bubble")
@@ -402,12 +410,12 @@ def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
         f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
         f"<table><tr><th>kind</th><th>stage</th><th>mean</th></tr>{means}</table>\n</html>\n"
     )
-    return framed(title, MEASURED_SHEET, body, 1340)
+    return html_page(title, MEASURED_SHEET, body, 1340)
 
 
-def measured_trace(found: Measured) -> str:
+def measured_trace(found: MeasuredStep) -> str:
     """Return both timings as processes of one Perfetto trace; `pipeline` holds the figures."""
-    text = trace({"planned": found.planned, "measured": found.times}, MICROSECONDS)
+    text = format_trace({"planned": found.planned, "measured": found.times}, MICROSECONDS)
     return text.rstrip()[:-1] + f', "pipeline": {json.dumps(found.to_json())}}}\n'
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.pipeline.timeline.simulation import COPIES, Timing, timing
-from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline, dependencies
-from schedlang.viz.elements import box, say, sheet
+from schedlang.pipeline.timeline.simulation import COPY_KINDS, Timing, simulate_timeline
+from schedlang.pipeline.timeline.table import UNIT_TIMES, Kind, Timeline, dependencies
+from schedlang.viz.elements import draw_box, draw_text, svg_document
 
 # -- colours, words, shades and labels -------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def levels(timeline: Timeline) -> NDArray[np.int64]:
     """Return each row's level: the index of its stage among those of its rank and replica."""
     t = timeline
     level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
-    for replica, row in enumerate(t.homes):
+    for replica, row in enumerate(t.replica_ranks):
         seen: dict[int, int] = {}
         for stage, rank in enumerate(row.tolist()):
             level[replica, stage] = seen.get(rank, 0)
@@ -66,7 +66,7 @@ def levels(timeline: Timeline) -> NDArray[np.int64]:
     return found
 
 
-def shaded(kind: Kind, level: int, most: int) -> str:
+def shade_of(kind: Kind, level: int, most: int) -> str:
     """Return the colour of a block: full for the first stage of a rank, fainter for later ones.
 
     Mixed with white in dark mode, too: the dark words on it stay readable.
@@ -76,12 +76,12 @@ def shaded(kind: Kind, level: int, most: int) -> str:
     return "#" + "".join(f"{round(255 - (255 - one) * part):02x}" for one in full)
 
 
-def label(microbatch: int, part: int, slices: int) -> str:
+def block_label(microbatch: int, part: int, slices: int) -> str:
     """Return the label of a block: the microbatch, and the slice if there are several."""
     return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
 
 
-def named(
+def describe_operation(
     timeline: Timeline,
     kind: int,
     stage: int,
@@ -109,7 +109,7 @@ DARK = "\x1b[38;2;17;17;17m"
 END = "\x1b[0m"
 
 
-def bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
+def draw_bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
     """Draw one line per rank: each cell has the letter of the operation in the middle of the cell.
 
     A wide operation also has its microbatch. Of many ranks the middle ones are left out. `colour`:
@@ -127,7 +127,7 @@ def bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
             lines.append(f"{'..':>{head - 1}} {t.ranks - 2 * half} ranks more")
             continue
         rows = np.arange(t.starts[rank], t.starts[rank + 1])
-        rows = rows[~np.isin(t.kind[rows], COPIES) & (times.end[rows] > times.start[rows])]
+        rows = rows[~np.isin(t.kind[rows], COPY_KINDS) & (times.end[rows] > times.start[rows])]
         edges = times.start[rows] * scale, times.end[rows] * scale
         text = "".join(_bar(t, rows, *edges, cells, colour))
         lines.append(f"{f'rank {rank}':<{head - 1}} {text}")
@@ -195,12 +195,13 @@ HATCH = (
 )
 
 
-def svg(timeline: Timeline, **look: Any) -> str:
-    """Draw the operations of every rank over time; `look`: the other arguments of `drawn`."""
-    return drawn({"": timing(timeline, UNIT, 0.0)}, **look)
+def draw_timeline(timeline: Timeline, **look: Any) -> str:
+    """Draw the operations of every rank over time; `look`: the other arguments of
+    `draw_timings`."""
+    return draw_timings({"": simulate_timeline(timeline, UNIT_TIMES, 0.0)}, **look)
 
 
-def height(lanes: int, layers: int = 1) -> int:
+def picture_height(lanes: int, layers: int = 1) -> int:
     """Return the height in points of a picture of this number of ranks."""
     return TOP + lanes * _step(layers) + 26
 
@@ -209,7 +210,7 @@ def _step(layers: int) -> int:
     return ROW * layers + 6 * (layers > 1)
 
 
-def drawn(
+def draw_timings(
     layers: Mapping[str, Timing],
     *,
     title: str = "",
@@ -238,7 +239,7 @@ def drawn(
     left = LEFT + 60 * any(layers)
     text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
     hatched = any(times.timeline.replicas > 1 for times in layers.values())
-    parts = [*([HATCH] if hatched else []), say(left, 18, text)]
+    parts = [*([HATCH] if hatched else []), draw_text(left, 18, text)]
     for place, (name, times) in enumerate(layers.items()):
         tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
         for rank, y in enumerate(tops):
@@ -249,16 +250,16 @@ def drawn(
     kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))
     several = first.timeline.replicas > 1
     parts += _draw_legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
-    wide, high = round(left + end * scale + 10), height(lanes, len(layers))
-    return sheet("t", wide, high, text, STYLE, parts, at=at)
+    wide, high = round(left + end * scale + 10), picture_height(lanes, len(layers))
+    return svg_document("t", wide, high, text, STYLE, parts, at=at)
 
 
 def _draw_lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
     if who:
-        yield say(4, y + 16, who)
+        yield draw_text(4, y + 16, who)
     if name:
-        yield say(LEFT, y + 16, name)
-    yield box(left, y, wide, BLOCK, "lane")
+        yield draw_text(LEFT, y + 16, name)
+    yield draw_box(left, y, wide, BLOCK, "lane")
 
 
 def _draw_layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
@@ -282,7 +283,7 @@ def _draw_layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> 
 
 def _block_title(t: Timeline, row: int) -> str:
     names = ("kind", "stage", "replica", "microbatch", "slice", "version")
-    return named(t, *(int(getattr(t, name)[row]) for name in names))
+    return describe_operation(t, *(int(getattr(t, name)[row]) for name in names))
 
 
 def _draw_blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
@@ -296,11 +297,11 @@ def _draw_blocks(times: Timing, scale: float, tops: Sequence[int], left: int) ->
         if wide <= 0 or rank >= len(tops):
             continue
         x, y = left + start * scale, tops[rank]
-        look = f'fill="{shaded(Kind(kind), high, most)}"'
-        yield box(x, y, wide, BLOCK, "b", look, _block_title(t, row))
+        look = f'fill="{shade_of(Kind(kind), high, most)}"'
+        yield draw_box(x, y, wide, BLOCK, "b", look, _block_title(t, row))
         if replica:
-            yield box(x, y, wide, BLOCK, look='fill="url(#replica)" pointer-events="none"')
-        words = label(microbatch, part, slices)
+            yield draw_box(x, y, wide, BLOCK, look='fill="url(#replica)" pointer-events="none"')
+        words = block_label(microbatch, part, slices)
         if wide >= 6.5 * len(words) + 4:
             yield f'<text class="op" x="{x + wide / 2:.1f}" y="{y + 15}">{words}</text>'
 
@@ -319,7 +320,7 @@ def _draw_paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> 
         rows = shown & (sorts == (kind, high, replica)).all(axis=1)
         pieces = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), wide[rows].tolist())
         path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in pieces)
-        yield f'<path d="{path}" fill="{shaded(Kind(kind), high, most)}"/>'
+        yield f'<path d="{path}" fill="{shade_of(Kind(kind), high, most)}"/>'
         if replica:
             yield f'<path d="{path}" fill="url(#replica)"/>'
 
@@ -344,10 +345,10 @@ def _draw_transfers(times: Timing, scale: float, tops: Sequence[int], left: int)
 def _draw_legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
     x = float(left)
     for kind in kinds:
-        yield box(f"{x:.0f}", y, 12, 12, look=f'fill="{look_of(kind).fill}"')
-        yield say(x + 16, y + 10, look_of(kind).word)
+        yield draw_box(f"{x:.0f}", y, 12, 12, look=f'fill="{look_of(kind).fill}"')
+        yield draw_text(x + 16, y + 10, look_of(kind).word)
         x += 32 + 6.5 * len(look_of(kind).word)
     if hatched:
-        yield box(f"{x:.0f}", y, 12, 12, "r")
-        yield box(f"{x:.0f}", y, 12, 12, look='fill="url(#replica)"')
-        yield say(x + 16, y + 10, "second replica")
+        yield draw_box(f"{x:.0f}", y, 12, 12, "r")
+        yield draw_box(f"{x:.0f}", y, 12, 12, look='fill="url(#replica)"')
+        yield draw_text(x + 16, y + 10, "second replica")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.elaborate.state import short
+from schedlang.passes.elaborate.state import short_dtype
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts, ParameterFact, Site
@@ -28,7 +28,7 @@ class Tensor:
         cells = ", ".join(f"{name} {size}".strip() for name, size in zip(names, self.shape))
         frozen = "" if self.trained else " frozen"
         tied = f" = {self.tied}" if self.tied else ""
-        return f"{self.name} {short(self.dtype)}[{cells}]{frozen}{tied}"
+        return f"{self.name} {short_dtype(self.dtype)}[{cells}]{frozen}{tied}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Node:
     tensors: tuple[Tensor, ...]
     children: tuple[Node, ...]
     note: object = None  # must also be equal for modules to be folded
-    cut: bool = False  # it contains modules that are not shown
+    truncated: bool = False  # it contains modules that are not shown
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -129,7 +129,7 @@ def _join_only_child(node: Node) -> Node:
     return replace(node.children[0], name=f"{node.name}.{node.children[0].name}")
 
 
-def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
+def format_tree(root: Node, depth: int | None = None, width: int | None = None) -> str:
     """Format the tree for a terminal, `depth` levels of it; modules below are only counted.
 
     If a line is longer than `width`, parameters are printed below their module.
@@ -153,17 +153,17 @@ def _cut_depth(node: Node, depth: int) -> Node:
     """Return a node without modules more than `depth` levels below it; a run counts its own
     path."""
     children = tuple(_cut_depth(child, depth - 1) for child in node.children) if depth > 0 else ()
-    return replace(node, children=children, cut=bool(node.children) and not children)
+    return replace(node, children=children, truncated=bool(node.children) and not children)
 
 
 def _tree_rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
-    from schedlang.diagnostics.tables import number
+    from schedlang.diagnostics.tables import format_count
 
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if here or below else ""
     lines = [str(tensor) for tensor in node.tensors]
-    if not node.tensors and (node.children or node.cut):
-        lines = [f"{number(node.numel)} parameters" + (" each" if times else "")]
+    if not node.tensors and (node.children or node.truncated):
+        lines = [f"{format_count(node.numel)} parameters" + (" each" if times else "")]
     for place, words in enumerate(lines or [""]):
         yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
     for place, child in enumerate(node.children):

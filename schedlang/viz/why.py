@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
 from schedlang.diagnostics.source import Span
-from schedlang.diagnostics.tables import size
+from schedlang.diagnostics.tables import format_bytes
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.passes.elaborate.bases import spliced
-from schedlang.passes.elaborate.rows import folded
+from schedlang.passes.elaborate.base_schedules import splice_file
+from schedlang.passes.elaborate.rows import fold_names
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
@@ -22,27 +22,29 @@ if TYPE_CHECKING:
 # -- rows at a module or a parameter ---------------------------------------------------------------
 
 
-def why(plan: Plan, file: n.File, fqn: str) -> str:
+def explain_rows(plan: Plan, file: n.File, fqn: str) -> str:
     """Describe the rows at a module, or at a parameter's module; refuses S209 an unknown name."""
     facts = plan.model
     site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
     if site not in facts.sites:
         known = [*facts.sites, *facts.parameters]
-        near = guess(fqn, known, "there are")
+        near = suggest_name(fqn, known, "there are")
         title = f"the model has no module or parameter `{fqn}`"
-        raise Refusal.of("S209", title, helps=(near,), facts=unknown(fqn, known))
+        raise Refusal.of("S209", title, helps=(near,), facts=facts_of_unknown(fqn, known))
     head = fqn or "the model"
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
-    acting = (a for a in plan.rows_at(site) if a.acts)  # without markers, which change nothing
+    acting = (
+        a for a in plan.rows_at(site) if a.has_effect
+    )  # without markers, which change nothing
     rows = [row_text(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
 
 def row_text(action: Action, file: n.File) -> str:
     """Describe one row: its place, its text, its step, and the selectors around it."""
-    span, items = action.span, spliced(file).items
+    span, items = action.span, splice_file(file).items
     text = str(action.primitive)
     place = str(span) if span else ""
     if span:
@@ -122,17 +124,17 @@ class Group:
         return self.members[0]
 
     def __str__(self) -> str:
-        one, where = self.first, folded([each.fqn for each in self.members])
+        one, where = self.first, fold_names([each.fqn for each in self.members])
         total = sum(each.total for each in self.members)
         times = sum(each.count for each in self.members)
         axes = ", ".join(one.axes)
         return (
             f"{one.kind} over {axes}   {one.phase}: {one.what}   {where}   "
-            f"{times} x {size(one.bytes)} = {size(total)}"
+            f"{times} x {format_bytes(one.bytes)} = {format_bytes(total)}"
         )
 
 
-def groups(account: Account) -> tuple[Group, ...]:
+def group_collectives(account: Account) -> tuple[Group, ...]:
     """Return all collectives of a step, in the order of `plan`, folded over equal modules."""
     found: dict[object, list[Collective]] = {}
     for one in account.collectives or ():
@@ -141,18 +143,18 @@ def groups(account: Account) -> tuple[Group, ...]:
     return tuple(Group(tuple(members)) for members in found.values())
 
 
-def listed(account: Account) -> str:
+def list_collectives(account: Account) -> str:
     """List every kind of collective with its number."""
-    lines = [f"{number:>4}  {group}" for number, group in enumerate(groups(account))]
+    lines = [f"{number:>4}  {group}" for number, group in enumerate(group_collectives(account))]
     return "\n".join(lines) or "no rank sends anything"
 
 
-def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
+def explain_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
     """Explain the collective of a number: its row, and why it is needed.
 
     Raises Refusal S866 for an unknown number.
     """
-    known = groups(account)
+    known = group_collectives(account)
     if not 0 <= number < len(known):
         none = "no rank sends anything" if account.collectives is not None else account.notes[-1]
         legal = (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
-from schedlang.runtime.offload.saved_tensors import Store, everything_moves
-from schedlang.runtime.offload.saved_tensors import offload as offloaded
-from schedlang.runtime.pipeline.parking import offload, reload
+from schedlang.runtime.offload.offloaded_activations import ActivationStore, offload_all_sizes
+from schedlang.runtime.offload.offloaded_activations import offload_activations as offloaded
+from schedlang.runtime.pipeline.evicted_activations import offload, reload
 from schedlang.runtime.storage import copies, offloaded_gradients
 from schedlang.runtime.storage.offloaded_gradients import (
     gradient_of,
@@ -67,7 +67,7 @@ def built(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> 
     """A program, and the three steps of `alone`; on the device of this rank, or another one."""
     device = device or here()
     model = blocks().to(device)
-    with everything_moves():
+    with offload_all_sizes():
         plan = planned(model, text, mesh, relax="lossy")
         made = build(plan, {"x": rows(0)}, optimizer=lambda named: momentum([p for _, p in named]))
     for seed in range(3):
@@ -176,8 +176,8 @@ def gradients_of_one_microbatch() -> float:
 def paced() -> float:
     """Activations of which no more than two calls are on their way."""
     model, plain = blocks().to(here()), blocks()
-    with everything_moves():
-        store = Store(paced=True)
+    with offload_all_sizes():
+        store = ActivationStore(paced=True)
     for block in model.blocks:
         offloaded(block, store)
     model(rows(0).to(here())).backward()
@@ -195,7 +195,7 @@ def parked() -> float:
     offload(step, op)
     filled = [torch.randn(64, WIDTH, device=here()) for _ in range(8)]  # takes what is free
     reload(step, op)
-    bag.open()
+    bag.restore()
     loss.backward()
     del filled
     return apart(grads(model), grads(plain))
@@ -205,10 +205,10 @@ def there_and_back() -> float:
     """Out, read by the host; in again, used, and let go while it is still used."""
     x = rows(0).to(here())
     host = copies.to_host(x * 2)
-    copies.settle()
+    copies.wait_all()
     far = apart([host.clone()], [rows(0) * 2])
     for _ in range(2):  # the second takes the memory of the first
-        there = copies.ready(*copies.to_device(host, here()))
+        there = copies.wait_copy(*copies.to_device(host, here()))
         y = there + 1
         del there
     return max(far, apart([y], [rows(0) * 2 + 1]))
@@ -218,26 +218,26 @@ def rewritten() -> float:
     """The host writes into memory that was on its way back."""
     host = copies.to_host(rows(0).to(here()))
     there, event = copies.to_device(host, here())
-    copies.settle()
+    copies.wait_all()
     host.zero_()
-    return apart([copies.ready(there, event)], [rows(0)])
+    return apart([copies.wait_copy(there, event)], [rows(0)])
 
 
 def written() -> float:
     """Memory of the device, read, written from the host, and read again; then let go."""
     x, new = rows(0).to(here()) * 1, rows(1).pin_memory()
     before = x * 1
-    copies.onto(x, new)
+    copies.copy_into(x, new)
     after = x * 1
     return apart([before, after], [rows(0), rows(1)])
 
 
 def marked() -> float:
     """The host waits for a mark, and reads."""
-    from schedlang.runtime.device import settled
+    from schedlang.runtime.device import host_wait
 
     host = copies.to_host(rows(0).to(here()))
-    settled(copies.mark(here()))
+    host_wait(copies.record_copies(here()))
     return apart([host.clone()], [rows(0)])
 
 
@@ -247,7 +247,7 @@ def lent() -> float:
     with other:
         x = torch.zeros(8, WIDTH, dtype=torch.double, device=here())
     torch.accelerator.current_stream().wait_stream(other)
-    copies.onto(x, rows(1).pin_memory())
+    copies.copy_into(x, rows(1).pin_memory())
     del x
     with other:
         again = torch.ones(8, WIDTH, dtype=torch.double, device=here())
@@ -257,13 +257,16 @@ def lent() -> float:
 
 def gradients_in_turns() -> float:
     """Gradients of one parameter after the other come back for a step on the device."""
-    from schedlang.runtime.offload import step as away
+    from schedlang.runtime.offload import offloaded_step as away
 
-    before, away.buckets = away.buckets, lambda sizes: [[place] for place in range(len(sizes))]
+    before, away.bucket_indices = (
+        away.bucket_indices,
+        lambda sizes: [[place] for place in range(len(sizes))],
+    )
     try:
         return gradients()
     finally:
-        away.buckets = before
+        away.bucket_indices = before
 
 
 DIRECT = (

@@ -98,7 +98,7 @@ def graphs_run_eagerly() -> Iterator[None]:
     torch._dynamo.reset()  # of other programs that this process has run
     with (
         mock.patch.object(compile_fx, "compile_fx", aot_eager),
-        mock.patch.object(fuse, "unavailable", lambda device="cpu": None),
+        mock.patch.object(fuse, "why_unavailable", lambda device="cpu": None),
     ):
         yield
 

@@ -176,12 +176,12 @@ class Watch:
     def __call__(self, instead: str, value: Any = None, *_: Any) -> Any:
         import torch
 
-        from schedlang.runtime.context_parallel.ring import Moving
+        from schedlang.runtime.context_parallel.ring import PendingPacket
 
         self.count += 1
         if isinstance(value, torch._C.Future):
             return value.value()
-        if isinstance(value, Moving):
+        if isinstance(value, PendingPacket):
             return value.packet
         if instead == DONE:
             return True

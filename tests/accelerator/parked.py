@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.pipeline.timeline.table import Kind, Op
-from schedlang.runtime.pipeline.flight import Bag, address, work_of
-from schedlang.runtime.storage.saved import Addresses
+from schedlang.runtime.pipeline.in_flight import SavedStorages, storage_key, work_of
+from schedlang.runtime.storage.saved_tensors_slot import ModuleAddresses
 
 
-def parked(model: nn.Module, x: Tensor) -> tuple[Tensor, Bag, Any, Op]:
+def parked(model: nn.Module, x: Tensor) -> tuple[Tensor, SavedStorages, Any, Op]:
     """The loss, the bag of what backward needs, a step of a rank, and its offload operation."""
-    bag = Bag(Addresses(model, address, [x]))
-    with bag.collecting():
+    bag = SavedStorages(ModuleAddresses(model, storage_key, [x]))
+    with bag.collect():
         loss = model(x).square().sum()
     bag.close(())
     op = Op(Kind.OFFLOAD, 0, 0)

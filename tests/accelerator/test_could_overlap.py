@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
-from schedlang.runtime.offload import step as away
-from schedlang.runtime.offload.saved_tensors import everything_moves
+from schedlang.runtime.offload import offloaded_step as away
+from schedlang.runtime.offload.offloaded_activations import offload_all_sizes
 from schedlang.testing.accelerator import Operation, could_overlap, current, spawn, unavailable
 from tests.accelerator.test_features_run import CUT, RING, SUM, single
 from tests.accelerator.test_features_run import batch as tokens
@@ -253,7 +253,7 @@ OUT, BACK = "copy to the host", "copy to the device"
 def of_program(mesh: str, text: str, names: tuple[str, ...], words: bool) -> list[Beside]:
     """On a rank: what of a step of a program could run beside its products, by name."""
     given = tokens(0) if words else {"x": rows()}
-    with everything_moves():
+    with offload_all_sizes():
         plan = planned(single() if words else deep(), text, mesh)
         program = build(plan, given, optimizer=sgd)
     given = {name: value.to(here()) for name, value in given.items()}
@@ -319,7 +319,7 @@ def both_ways() -> int:
 def fetched_ahead(state: str) -> list[tuple[bool, bool]]:
     """On a rank: of each parameter whether what its step needs could come while the one before it,
     and the one before that, goes back."""
-    with mock.patch.object(away, "buckets", lambda sizes: [[k] for k in range(len(sizes))]):
+    with mock.patch.object(away, "bucket_indices", lambda sizes: [[k] for k in range(len(sizes))]):
         of_program("dp=2", f"{SUM}{state}", (), False)
     seen = current().operations()
     going, coming = ([one for one in seen if one.name == name] for name in (BACK, OUT))

@@ -31,7 +31,11 @@ UNREACHED = {
     ("synchronize", "torch.accelerator.synchronize(indexed(where))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."
-NEAR = (f"{_STORAGE}copies", f"{_STORAGE}offloaded_gradients", "schedlang.runtime.pipeline.parking")
+NEAR = (
+    f"{_STORAGE}copies",
+    f"{_STORAGE}offloaded_gradients",
+    "schedlang.runtime.pipeline.evicted_activations",
+)
 
 SLICES = "schedlang.runtime.adapters.fully_shard"
 SAVES = "schedlang.runtime.checkpointing.background"
@@ -61,7 +65,7 @@ def test_every_order_of_a_save_in_the_background() -> None:
 
 def test_all_users_are_known() -> None:
     """The search by text misses none of those that are certain to be there."""
-    assert {*NEAR, "schedlang.runtime.offload.step"} <= set(users())
+    assert {*NEAR, "schedlang.runtime.offload.offloaded_step"} <= set(users())
 
 
 @pytest.mark.deep

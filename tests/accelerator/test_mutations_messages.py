@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from schedlang.runtime.device import HOST
-from schedlang.runtime.launch.job import Hang, RankDied
+from schedlang.runtime.launch.rank_job import Hang, RankDied
 from schedlang.testing.accelerator import unavailable
 from tests.accelerator import sent_ways
 from tests.accelerator.hunting import NEAR, Fate, Way, hunt_apart, judge
@@ -57,18 +57,18 @@ HOSTS = {
 SENT = {("Parking.finish", "message.wait()")}
 # modules with a `wait` that is of no stream, message or sum
 OTHERS = {
-    "diagnostics.told_once": "of a store",
+    "diagnostics.job_refusals": "of a store",
     "elastic": "of a store, and of threads",
     "editors.services": "of a process",
-    "runtime.comm.reach": "of threads",
+    "runtime.comm.store_watch": "of threads",
     "runtime.comm.world": "of messages that go through the host, where gloo alone serves a device",
     "runtime.grad_reduction.batch_statistics": "of threads",
-    "runtime.launch.heart": "of threads",
+    "runtime.launch.hang_watch": "of threads",
     "runtime.launch.pool": "of processes",
-    "runtime.launch.record": "of threads",
+    "runtime.launch.rank_record": "of threads",
     "runtime.launch.recorded_calls": "those of whoever called, which are told and passed on",
     "runtime.rowwise_kernels.launch": "of a process",
-    "verbs.telling": "of threads",
+    "verbs.progress": "of threads",
 }
 
 

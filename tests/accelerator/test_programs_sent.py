@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from schedlang.passes.lower.build import build
 from schedlang.pipeline.timeline.table import TimelineError
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.collectives import Ranks
+from schedlang.runtime.comm.collectives import RankGroups
 from schedlang.testing.accelerator import close, current, spawn, unavailable
 from tests.accelerator.trained import Block
 from tests.proofs import planned
@@ -234,7 +234,7 @@ def test_labels_on_the_device_are_asked_once() -> None:
 
 def in_one_queue(rows: str) -> str:
     """On a rank: what is said where messages both ways go through one communicator."""
-    Ranks.one_way = property(lambda self: False)  # type: ignore[assignment]
+    RankGroups.messages_may_deadlock = property(lambda self: False)  # type: ignore[assignment]
     made = program(rows, "sim")
     with pytest.raises(TimelineError) as refused:
         made.train_step(batch(0))

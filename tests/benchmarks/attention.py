@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 
-from schedlang.runtime.comm.collectives import Group, listening
-from schedlang.runtime.context_parallel.attention import Way, attend
-from schedlang.runtime.context_parallel.token_layout import Layout, Mask
+from schedlang.runtime.comm.collectives import Group, listen_to_collectives
+from schedlang.runtime.context_parallel.attention import AttentionOptions, attend
+from schedlang.runtime.context_parallel.token_layout import AttentionMask, SequenceLayout
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks.pairs import Ratio, interleaved
 
@@ -46,25 +46,25 @@ def given(sizes: Sizes) -> list[Tensor]:
     return [torch.randn(1, n, sizes.tokens, sizes.width, generator=generator) for n in heads]
 
 
-def ours(sizes: Sizes, method: str, kind: str) -> tuple[Layout, Callable[[], Any]]:
+def ours(sizes: Sizes, method: str, kind: str) -> tuple[SequenceLayout, Callable[[], Any]]:
     """A step of ours, and where its tokens lie."""
     rank = dist.get_rank()
     group = Group(("cp",), tuple(range(RANKS)), rank, dist.group.WORLD)
-    layout = Layout.of(kind, sizes.tokens, RANKS)
+    layout = SequenceLayout.of_kind(kind, sizes.tokens, RANKS)
     *leaves, grad = (layout.take(t, 2, rank) for t in given(sizes))
     q, k, v = (t.requires_grad_() for t in leaves)
 
     def step() -> list[Tensor]:
-        mask = Mask(causal=True)
-        out = attend(q, k, v, mask, Way(method, (group,), layout))
+        mask = AttentionMask(causal=True)
+        out = attend(q, k, v, mask, AttentionOptions(method, (group,), layout))
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
     return layout, step
 
 
-def theirs(sizes: Sizes) -> tuple[Layout, Callable[[], Any]]:
+def theirs(sizes: Sizes) -> tuple[SequenceLayout, Callable[[], Any]]:
     """The same as one writes it with torch; tokens in runs."""
-    rank, layout = dist.get_rank(), Layout.of("contiguous", sizes.tokens, RANKS)
+    rank, layout = dist.get_rank(), SequenceLayout.of_kind("contiguous", sizes.tokens, RANKS)
     *leaves, grad = (layout.take(t, 2, rank) for t in given(sizes))
     q, k, v = (t.requires_grad_() for t in leaves)
     seen = torch.ones(sizes.tokens, sizes.tokens, dtype=torch.bool).tril()
@@ -88,19 +88,21 @@ def _measured(sizes: Sizes, method: str, kind: str) -> tuple[Ratio, int]:
         nonlocal sent
         sent += size if name == "send" else size * (RANKS - 1) // RANKS
 
-    with listening(listen):
+    with listen_to_collectives(listen):
         mine()
     return interleaved(mine, other, sizes.pairs, warm=1)[0], sent
 
 
-def _agree(layout: Layout, mine: list[Tensor], line: Layout, other: list[Tensor]) -> None:
+def _agree(
+    layout: SequenceLayout, mine: list[Tensor], line: SequenceLayout, other: list[Tensor]
+) -> None:
     """Both sides compute the same attention."""
     for one, two in zip(mine, other):
         sides = []
         for tensor, order in ((one, layout), (two, line)):
             parts = [torch.empty_like(tensor) for _ in range(RANKS)]
             dist.all_gather(parts, tensor.contiguous())
-            sides.append(order.whole(parts, 2))
+            sides.append(order.concatenate(parts, 2))
         torch.testing.assert_close(*sides, rtol=1e-3, atol=1e-4)
 
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
-from schedlang.passes.lower.train import Measured, settled
-from schedlang.pipeline.schedules import ORDERS, OrderError, find, sized
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.passes.lower.train import MeasuredStep, median_step
+from schedlang.pipeline.schedules import ORDERS, OrderError, checked_size, find_order
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind
-from schedlang.runtime.launch.pool import Pool, RankDied, progress
-from schedlang.runtime.pipeline.measured import Watch, gathered
+from schedlang.runtime.launch.pool import Pool, RankDied, report_progress
+from schedlang.runtime.pipeline.measured_times import StepTimer, gather_times
 from tests.proofs import planned, sgd
 
 WIDTH, STEPS = 4, 3
@@ -99,17 +99,17 @@ def watched(plan: Any, batch: Any) -> Any:
     """On this rank: a step to warm up, and some that are watched."""
     program = build(plan, batch, optimizer=sgd)
     program.train_step(batch)
-    progress()
-    watch = Watch(program.assembly.pipeline, torch.device("cpu"))
+    report_progress()
+    watch = StepTimer(program.assembly.pipeline, torch.device("cpu"))
     program.watch = watch
     for _ in range(STEPS):
         with watch.step():
             program.train_step(batch)
-        progress()
-    return gathered(watch), program.assembly.pipeline.timeline
+        report_progress()
+    return gather_times(watch), program.assembly.pipeline.timeline
 
 
-def told(found: Measured, sizes: Sizes) -> Any:
+def told(found: MeasuredStep, sizes: Sizes) -> Any:
     """The times that the blocks of each row's stage were told to sleep.
 
     The first stage gets no input from another one, so nothing is left for its input gradient: its
@@ -129,16 +129,16 @@ def told(found: Measured, sizes: Sizes) -> Any:
         if stage == 0 and Kind(kind) in (Kind.I, Kind.W):
             cost = 0.0 if Kind(kind) is Kind.I else sizes.i + sizes.w
         rows.append(cost * t.ranks / t.stages)
-    return timing(t, rows)
+    return simulate_timeline(t, rows)
 
 
 def fits(name: str, sizes: Sizes) -> str:
     """Why an order cannot be measured with these blocks, or nothing."""
-    known = find(name)
+    known = find_order(name)
     if known.sliced or known.relaxed:
         return "needs a model with sequences" if known.sliced else "updates inside the step"
     try:
-        size = sized(known, sizes.ranks, sizes.micro)
+        size = checked_size(known, sizes.ranks, sizes.micro)
     except OrderError as error:
         return error.reason
     stages = known.make(size).stages
@@ -173,7 +173,7 @@ def main() -> None:
                 said = error.diagnostics[0].title if isinstance(error, Refusal) else str(error)
                 print(f"{name:<20}not run: {said.strip().splitlines()[-1]}")
                 continue
-            found = settled(timeline, seen)
+            found = median_step(timeline, seen)
             ideal = told(found, sizes)
             shares = [float(x.bubble) for x in (found.times, ideal, found.planned)]
             took = float(found.times.makespan), float(ideal.makespan)

@@ -24,20 +24,20 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from schedlang.passes.static_checks.static import static
-    from schedlang.verbs.inputs import planned
+    from schedlang.verbs.inputs import plan_schedule
 
     start, spent = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "llama70b.sched"
         file.write_text(SCHEDULE % (ranks // 64))
         file.with_name("model.py").write_text(MODEL)
-        found = planned(file, None, None, None)
+        found = plan_schedule(file, None, None, None)
         proven = static(found.plan, found.model.batch(0), found.model.loss)
     done, spent = time.perf_counter() - start, time.process_time() - spent
     for claim in proven.claims:
-        print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
+        print(f"  {claim.name:<16} {claim.description}: {claim.verdict}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\n{ranks} ranks, {len(found.plan.model.unique)} parameters")
+    print(f"\n{ranks} ranks, {len(found.plan.model.unique_parameters)} parameters")
     print(f"  proven in          {done:.1f} s, {spent:.1f} s of CPU time")
     print(f"  greatest memory    {peak:.2f} GiB")
 

@@ -25,13 +25,21 @@ from torch import Tensor, nn
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import prove
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import Key, Observation, conditions
+from schedlang.passes.verify.observe import Key, Observation, standard_conditions
 from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.probe import check_parts
-from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
+from schedlang.passes.verify.proof_case import (
+    Case,
+    copy_original,
+    observe_on_rank,
+    prepare_case,
+    proof_modes,
+    randomised_float64,
+    run_original,
+)
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.conftest import PRELOAD
 from tests.engine import Threads
@@ -81,19 +89,19 @@ def _seen(loss: Tensor, gradients: Mapping[str, Tensor | None]) -> Observation:
 
 
 def _one_step(case: Case) -> Observation:
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(case.plan, case.batches[0], seed=case.seed, prepared=case.prepared)
         return _seen(program.train_step(case.batches[0]), program.gradients())
 
 
 def step(case: Case, engine: Any, spent: Spent) -> bool:
     """One forward and one backward, compared."""
-    case = spent("trace", lambda: widened(prepared(case)))
+    case = spent("trace", lambda: randomised_float64(prepare_case(case)))
 
     def alone() -> Observation:
-        subject, batch = Sequential(twin(case), loss=case.loss), case.batches[0]
-        with ambient(*modes_of(case)[0]):
-            loss = subject.derive(batch, range(len(next(iter(batch.values())))))
+        subject, batch = Sequential(copy_original(case), loss=case.loss), case.batches[0]
+        with enter_modes(*proof_modes(case)[0]):
+            loss = subject.forward_backward(batch, range(len(next(iter(batch.values())))))
         return _seen(loss, subject.gradients())
 
     expected = spent("original", alone)
@@ -103,11 +111,13 @@ def step(case: Case, engine: Any, spent: Spent) -> bool:
 
 def cheap(case: Case, engine: Any, spent: Spent) -> bool:
     """What a property test does for each example."""
-    case = spent("trace", lambda: widened(prepared(replace(case, batches=case.batches[:1]))))
+    case = spent(
+        "trace", lambda: randomised_float64(prepare_case(replace(case, batches=case.batches[:1])))
+    )
     spent("original", lambda: check_parts(case))
-    told = conditions(case.batches, 1.0)[:1]
-    expected, _ = spent("original", lambda: original(case, told))
-    actual = spent("ranks", lambda: engine.run(tried, WORLD, case, told)[0])
+    told = standard_conditions(case.batches, 1.0)[:1]
+    expected, _ = spent("original", lambda: run_original(case, told))
+    actual = spent("ranks", lambda: engine.run(observe_on_rank, WORLD, case, told)[0])
     return all(row.ok for row in spent("compare", lambda: compare(expected, actual)))
 
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.schedules import order
+from schedlang.passes.partition import stage_assignment as cuts
+from schedlang.pipeline.schedules import make_order
 from schedlang.pipeline.timeline.table import Timeline
-from schedlang.runtime.launch.pool import Pool, progress
+from schedlang.runtime.launch.pool import Pool, report_progress
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.graph import cut
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch, units_of
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import split_graph
+from schedlang.runtime.tracing.units import CallSwitch, units_of
 from tests.benchmarks.pairs import Ratio, interleaved
 
 WIDTH, ROWS = 8, 4  # of a Linear, and of a microbatch
@@ -69,9 +69,15 @@ def batch(rows: int) -> dict[str, Tensor]:
 def ours(model: Chain, plan: Timeline, data: dict[str, Tensor]) -> Callable[[], object]:
     """A step of this executor, which leaves its gradients in `model`."""
     names = units_of(model, data)
-    graph = record(model, names, data)
-    made = cut(graph, cuts.even([cuts.Unit(name, 0) for name in names], plan.stages))
-    switch, stub, place = Switch(model, names), Stub(Chain(plan.stages).to("meta"), made), rank()
+    graph = record_forward(model, names, data)
+    made = split_graph(
+        graph, cuts.even_stages([cuts.ChainUnit(name, 0) for name in names], plan.stages)
+    )
+    switch, stub, place = (
+        CallSwitch(model, names),
+        Stub(Chain(plan.stages).to("meta"), made),
+        rank(),
+    )
     mine = [s for s, at in enumerate(plan.stage_rank.tolist()) if at == place]
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
     world = range(dist.get_world_size())
@@ -115,12 +121,12 @@ def rank() -> int:
 
 def work(name: str, chunks: int, micro: int, pairs: int) -> tuple[Ratio, Ratio, int] | None:
     """On each rank: the ratios of wall and CPU time; also how many rows of the timeline it runs."""
-    plan = order(name, dist.get_world_size(), micro, chunks)
+    plan = make_order(name, dist.get_world_size(), micro, chunks)
     data = batch(micro * ROWS)
     one, two = Chain(plan.stages), Chain(plan.stages)
     mine, other = ours(one, plan, data), theirs(two, name, plan, data)
     wall, cpu = interleaved(mine, other, pairs)
-    progress()
+    report_progress()
     for p, q in zip(one.parameters(), two.parameters()):
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None and q.grad is not None:

@@ -33,7 +33,7 @@ def resident() -> int:
 
 def loss_of(way: str, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss one way."""
-    from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
+    from schedlang.kernels.linear_cross_entropy import Form, statistics, weighted_loss
 
     counts = target >= 0
     by = counts / counts.sum()
@@ -51,7 +51,7 @@ def loss_of(way: str, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
         return recomputed
     form = Form(budget=16 * 2**20 if "16" in way else 0)
-    return lambda x, w: weighed(x, w, None, labels, by, 0.0, form)
+    return lambda x, w: weighted_loss(x, w, None, labels, by, 0.0, form)
 
 
 def measure(way: str, tokens: int, classes: int) -> dict[str, float]:

@@ -11,16 +11,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.price import activations, causes, states
-from schedlang.passes.planner.span import homes
+from schedlang.passes.planner.critical_path import stage_ranks
+from schedlang.passes.planner.price import activation_bytes, state_bytes, step_seconds_by_cause
 from schedlang.passes.planner.values import (
     Chain,
-    Operator,
+    OperatorCost,
     Placement,
     Recipe,
-    Run,
     Setting,
     Unit,
+    UnitRun,
     Work,
 )
 from schedlang.passes.simulate.machine import Cluster
@@ -90,10 +90,10 @@ def chain_of(shape: Decoder, at: Placement, kernel: str, fused_norm: bool) -> Ch
         return replace(unit, forward=renamed(unit.forward), backward=renamed(unit.backward))
 
     chain = _profiles(shape)(at)
-    return replace(chain, runs=tuple(Run(same(run.unit), run.count) for run in chain.runs))
+    return replace(chain, runs=tuple(UnitRun(same(run.unit), run.count) for run in chain.runs))
 
 
-def _cause(op: Operator) -> str:
+def _cause(op: OperatorCost) -> str:
     return op.cause or op.kind
 
 
@@ -157,7 +157,7 @@ def _steps(one: Layout, machine: Cluster) -> dict[str, float]:
     """Seconds by cause of a step that runs empty once for each flush."""
     chain, at = _settled(replace(one, flushes=1, reduced=True))
     count = max(1, at.micro // one.flushes)
-    found = causes(chain, replace(at, micro=count), machine, RECIPE, TIME)
+    found = step_seconds_by_cause(chain, replace(at, micro=count), machine, RECIPE, TIME)
     often = at.micro / count
     return {name: took * (1 if name in ONCE else often) for name, took in found.items()}
 
@@ -241,7 +241,7 @@ def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
 
     def filled(kept: Array, most: Array) -> Array:
         each = np.array([kept, kept, most, *[none] * 4])
-        return activations(at, made, made * 0, each, made * 0)[places]
+        return activation_bytes(at, made, made * 0, each, made * 0)[places]
 
     found = []
     for name in MEMORY:
@@ -253,7 +253,7 @@ def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
             columns = np.zeros((3, 2))
             columns[1], columns[2] = layer.get(name, 0.0), head.get(name, 0.0)
             found.append(filled(*columns.T))
-    state = states(chain, at, RECIPE, made, homes(at.order, at.pp, at.chunks))[places]
+    state = state_bytes(chain, at, RECIPE, made, stage_ranks(at.order, at.pp, at.chunks))[places]
     state = state + filled(np.array([0.0, wide * once, 0.0]), np.zeros(3))
     return state, np.array(found).T
 

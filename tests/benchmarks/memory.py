@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from schedlang.remat.rotor import least, peak, rotor
+from schedlang.remat.rotor import peak_saved, rotor, smallest_tree
 from tests.benchmarks import head_memory, kept
 from tests.memory.test_rotor import again, chain, trees
 
@@ -22,8 +22,10 @@ def chains(most: int = 6) -> Iterator[tuple[int, int, int, int]]:
         every = trees(count)
         for seed in range({5: 4, 6: 1}.get(count, 12)):
             costs = chain(count, seed)
-            known = [(peak(tree, costs), again(tree, costs)) for tree in every]
-            for memory in range(least(costs)[0], peak(tuple(range(count)), costs) + 1):
+            known = [(peak_saved(tree, costs), again(tree, costs)) for tree in every]
+            for memory in range(
+                smallest_tree(costs)[0], peak_saved(tuple(range(count)), costs) + 1
+            ):
                 found = rotor(costs, memory)
                 best = min(work for size, work in known if size <= memory)
                 tried += 1

@@ -65,21 +65,23 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from schedlang.verbs.inputs import accounted, planned
-    from schedlang.viz.show import text, view
+    from schedlang.verbs.inputs import account_costs, plan_schedule
+    from schedlang.viz.show import format_view, make_view
 
     imported, spent = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "llama70b.sched"
         file.write_text(SCHEDULE % (ranks // 64))
         file.with_name("model.py").write_text(MODEL)
-        found = planned(file, None, None, None)
+        found = plan_schedule(file, None, None, None)
         rows = time.perf_counter()
-        shown = text(view(found.plan, accounted(found), file.name, each=False), each=False)
+        shown = format_view(
+            make_view(found.plan, account_costs(found), file.name, each=False), each=False
+        )
     done, spent = time.perf_counter(), time.process_time() - spent
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(shown)
-    print(f"\n{found.plan.mesh.world} ranks, {len(found.plan.model.unique)} parameters")
+    print(f"\n{found.plan.mesh.world} ranks, {len(found.plan.model.unique_parameters)} parameters")
     print(f"  imports            {imported - start:.1f} s")
     print(
         f"  plan               {done - imported:.1f} s   limit 10 s (rows {rows - imported:.1f} s)"

@@ -24,9 +24,9 @@ import schedlang
 from schedlang import verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.modelfile import load_model_file
-from schedlang.passes.judge.rounded import FORMATS
+from schedlang.passes.judge.low_dtype import FORMATS
 from schedlang.passes.prove import Case
-from schedlang.passes.verify.sides import prepared
+from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import working_precision as precision
@@ -82,7 +82,7 @@ def _example(path: str) -> Case:
     found = load_model_file(None, ROOT / path)
     plan = schedlang.load(ROOT / path, found.model()).plan()
     batches = tuple(found.batch(step) for step in range(precision.STEPS))
-    return prepared(Case(plan, batches, found.loss, found.weight))
+    return prepare_case(Case(plan, batches, found.loss, found.weight))
 
 
 Judge = Callable[[int], Report]  # of a program, on weights and batches of a seed
@@ -109,7 +109,7 @@ def _by(home: Any, program: Any, word: str) -> Judge:
 
 @cache
 def _base(name: str, word: str) -> Case:
-    return prepared(precision._case(precision.SUBJECTS[name], word))
+    return prepare_case(precision._case(precision.SUBJECTS[name], word))
 
 
 def model(name: str, word: str, seed: int) -> dict[str, Any]:

@@ -48,22 +48,26 @@ def timed(act: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - spent
 
 
-def saved(folder: Path, tensors: list[boxes.Boxed], sums: Any, torchs: bool) -> tuple[float, float]:
+def saved(
+    folder: Path, tensors: list[boxes.BoxedTensor], sums: Any, torchs: bool
+) -> tuple[float, float]:
     """Seconds of a save."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     options = {"save.compute_crc32": torchs}
     chosen = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
     with mock.patch.object(boxes, "Checksum", sums), mock.patch.object(boxes, "config", chosen):
-        return timed(lambda: boxes.indexed(folder, ID, [boxes.write(folder, ID, 0, tensors, {})]))
+        return timed(
+            lambda: boxes.write_index(folder, ID, [boxes.write_file(folder, ID, 0, tensors, {})])
+        )
 
 
-def loaded(folder: Path, tensors: list[boxes.Boxed], looked_at: bool) -> tuple[float, float]:
+def loaded(folder: Path, tensors: list[boxes.BoxedTensor], looked_at: bool) -> tuple[float, float]:
     """Seconds of a load."""
 
     def act() -> None:
         index = read_index(folder)
-        boxes.read(folder, index if looked_at else _unchecked(index), tensors)
+        boxes.read_parts(folder, index if looked_at else _unchecked(index), tensors)
 
     return timed(act)
 
@@ -100,12 +104,12 @@ def main() -> None:
         count = max(1, int(asked.mib / mib))
         print(f"\n{count} boxes of {mib:g} MiB")
         each = int(mib * (1 << 18))
-        tensors = [boxes.held_whole((f"layer{k}",), torch.randn(each)) for k in range(count)]
+        tensors = [boxes.replicated_tensor((f"layer{k}",), torch.randn(each)) for k in range(count)]
         compared(asked.folder / "saving", tensors, asked.turns)
     of_a_program(asked.folder / "saving", asked.layers, asked.turns)
 
 
-def compared(folder: Path, tensors: list[boxes.Boxed], turns: int) -> None:
+def compared(folder: Path, tensors: list[boxes.BoxedTensor], turns: int) -> None:
     """Save and load these in turns, and print what it takes."""
     ways = {
         "as it is": (boxes.Checksum, False),

@@ -110,8 +110,8 @@ def planned(ranks: int) -> None:
 
     Eight ranks hold a copy of the model; each copy more has rows of its own, so the batch grows.
     """
-    from schedlang.verbs.inputs import accounted
-    from schedlang.verbs.inputs import planned as of
+    from schedlang.verbs.inputs import account_costs
+    from schedlang.verbs.inputs import plan_schedule as of
     from tests.benchmarks.plan_scale import MODEL, SCHEDULE
 
     with TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def planned(ranks: int) -> None:
         file.write_text((SCHEDULE % (ranks // 8)).replace("pp=8, tp=8", "pp=2, tp=4"))
         rows = f"(1, 8192, dtype=torch.long).expand({4 * ranks}, -1)"
         file.with_name("model.py").write_text(MODEL.replace("(1024, 8192, dtype=torch.long)", rows))
-        accounted(of(file, None, None, None))
+        account_costs(of(file, None, None, None))
 
 
 def main() -> None:

@@ -14,8 +14,13 @@ from functools import cache
 
 import numpy as np
 
-from schedlang.passes.planner.price import axes_of, causes, collective, unit_causes
-from schedlang.passes.planner.values import Chain, Placement, Recipe, Run, Setting, Unit, Work
+from schedlang.passes.planner.price import (
+    collective_seconds,
+    sending_axes,
+    step_seconds_by_cause,
+    unit_seconds_by_cause,
+)
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Unit, UnitRun, Work
 from schedlang.passes.simulate.machine import CLUSTERS
 from tests.benchmarks.weights import Timed, fitted, told
 from tests.planner.decoders import decoder
@@ -79,8 +84,8 @@ def selective(chain: Chain) -> Chain:
     first, layers, last = chain.runs
     unit = layers.unit
     scores = tuple(op for op in unit.forward.operators if op.cause == "scores")
-    more = Work(unit.backward.operators + scores, unit.backward.sent)
-    return replace(chain, runs=(first, Run(replace(unit, backward=more), layers.count), last))
+    more = Work(unit.backward.operators + scores, unit.backward.collectives)
+    return replace(chain, runs=(first, UnitRun(replace(unit, backward=more), layers.count), last))
 
 
 def evenly(layers: int, stages: int, again: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,7 +119,9 @@ def ptd(one: Gpt, ranks: int, tp: int, pp: int, batch: int, rows: Sequence[int] 
             order = "Interleaved1F1B" if v > 1 else "1F1B"
             axes = ("pp", "dp", "cp", "tp")
             setting = Setting(at, dp, pp, micro, order, v, 0, cuts, more, axes)
-            found.append(causes(scattered(part(one.chain(at))), setting, A100, SUMMED))
+            found.append(
+                step_seconds_by_cause(scattered(part(one.chain(at))), setting, A100, SUMMED)
+            )
     return min(found, key=lambda by: sum(by.values()))
 
 
@@ -122,7 +129,7 @@ def scattered(chain: Chain) -> Chain:
     """Each rank of tp hands on its part of what stages send (Narayanan et al. 2021, 4.1)."""
     at = chain.placement
     share = 1 if at.sequence else at.tp
-    runs = [replace(r, unit=replace(r.unit, handed=r.unit.handed / share)) for r in chain.runs]
+    runs = [replace(r, unit=replace(r.unit, output=r.unit.output / share)) for r in chain.runs]
     return replace(chain, runs=tuple(runs))
 
 
@@ -179,9 +186,12 @@ def zero_3(overlap: float = 0.5) -> Iterator[Row]:
         chain, micro = one.chain(Placement(rows)), batch // (ranks * rows)
         setting = Setting(chain.placement, pp=1, micro=micro)
         cuts, more = evenly(one.layers, 1, True)
-        by = causes(chain, replace(setting, cuts=cuts, again=more), A100)
+        by = step_seconds_by_cause(chain, replace(setting, cuts=cuts, again=more), A100)
         sent = sum(
-            4 * micro * run.count * collective(A100, "all_gather", 2.0 * run.unit.numbers, ranks, 1)
+            4
+            * micro
+            * run.count
+            * collective_seconds(A100, "all_gather", 2.0 * run.unit.numel, ranks, 1)
             for run in chain.runs
         )
         figure = rate(one, batch, ranks)
@@ -213,7 +223,7 @@ def layers() -> Iterator[Row]:
         setting = Setting(Placement(4, 8, sequence))
         chain = Gpt(64, 6144, 48).chain(setting.placement)
         unit = (selective(chain) if again == "scores" else chain).runs[1].unit
-        forward, backward, *_ = unit_causes(unit, axes_of(setting), A100)
+        forward, backward, *_ = unit_seconds_by_cause(unit, sending_axes(setting), A100)
         if again == "all":
             backward = {c: backward.get(c, 0) + forward.get(c, 0) for c in {**forward, **backward}}
         for which, by, took in zip("FB", (forward, backward), published):
@@ -239,7 +249,7 @@ def zero_bubble() -> Iterator[Row]:
 
 def halves(unit: Unit, setting: Setting) -> tuple[dict[str, float], ...]:
     """Seconds of a forward, of gradients of inputs, and of weights."""
-    forward, backward, weights, *_ = unit_causes(unit, axes_of(setting), A100)
+    forward, backward, weights, *_ = unit_seconds_by_cause(unit, sending_axes(setting), A100)
     inputs = {cause: took - weights.get(cause, 0.0) for cause, took in backward.items()}
     return dict(forward), inputs, dict(weights)
 
@@ -263,11 +273,14 @@ def ablation() -> Iterator[Row]:
         """Attention and feed-forward side by side: one gather and one scatter of two are saved."""
         first, run, last = selective(chain).runs
         half = [
-            replace(work, sent=tuple(replace(sent, count=sent.count / 2) for sent in work.sent))
+            replace(
+                work,
+                collectives=tuple(replace(sent, count=sent.count / 2) for sent in work.collectives),
+            )
             for work in (run.unit.forward, run.unit.backward)
         ]
         unit = replace(run.unit, forward=half[0], backward=half[1])
-        return replace(chain, runs=(first, Run(unit, run.count), last))
+        return replace(chain, runs=(first, UnitRun(unit, run.count), last))
 
     given = (one, 256, 8, 8, 256, (1,), False, True, 6)
     base, side = ptd(*given, selective), ptd(*given, parallel)
@@ -332,7 +345,7 @@ def long_sequences() -> Iterator[tuple[int, float, float]]:
         made = decoder(32, 4096, 32, 11008, 32000, length, gated=True)
         at = Placement(1, tp, tp > 1, cp)
         setting = Setting(at, dp, micro=batch // dp, axes=("dp", "pp", "cp", "tp"))
-        found = causes(made(at), setting, twice, SUMMED)
+        found = step_seconds_by_cause(made(at), setting, twice, SUMMED)
         runs.append((found, batch * length / ranks / published))
         names.append(thousands)
     for left, (name, (by, took)) in enumerate(zip(names, runs)):

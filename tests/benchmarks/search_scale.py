@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedlang.ir.limits import Limits
-from schedlang.passes.planner.limits import asked
-from schedlang.passes.planner.search import ANY, Found, search, why
-from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.limits import parse_question
+from schedlang.passes.planner.search import NO_LIMITS, SearchResult, explain_rejection, search
+from schedlang.passes.planner.search_space import Job
 from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
@@ -86,15 +86,15 @@ def main(names: list[str]) -> None:
         _beside(name, case, found)
 
 
-def _beside(name: str, case: Case, found: Found) -> None:
-    limits: Limits = asked(case.plan)
-    told = why(case.profiles, case.job, limits, found, ANY)
+def _beside(name: str, case: Case, found: SearchResult) -> None:
+    limits: Limits = parse_question(case.plan)
+    told = explain_rejection(case.profiles, case.job, limits, found, NO_LIMITS)
     if told.filled is not None:
         print(f"{name}: with {told.kind}: {told.filled.least:.2f} s, {told.reason}")
         print(f"{name}:   {_setting(told.filled.setting)}")
 
 
-def _told(found: Found) -> str:
+def _told(found: SearchResult) -> str:
     assert found.best is not None
     return f"{found.best.least:.3f} s a step: {_setting(found.best.setting)}"
 

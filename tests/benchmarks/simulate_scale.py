@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 
 COST = Cost(f=18.5, i=18.1, w=9.3, comm=0.6)
 CASES = [(name, 64, 512) for name in ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")]
@@ -36,14 +36,14 @@ def clocked(what: str, work: Callable[[], Any]) -> Any:
 def case(name: str, ranks: int, micro: int) -> None:
     """Make, time and prove one timeline."""
     print(f"{name}, {ranks} ranks, {micro} microbatches")
-    line = clocked("made", lambda: order(name, ranks, micro, cost=COST))
-    bubble = clocked("timed", lambda: timing(line, COST).span_bubble)
+    line = clocked("made", lambda: make_order(name, ranks, micro, cost=COST))
+    bubble = clocked("timed", lambda: simulate_timeline(line, COST).span_bubble)
     print(f"  {len(line)} operations, bubble {float(bubble):.4f}")
-    clocked("timed in exact fractions", lambda: timing(line, Cost()).makespan)
-    clocked("peaks", lambda: peak(line, COST))
-    clocked("proven", lambda: check(line))
+    clocked("timed in exact fractions", lambda: simulate_timeline(line, Cost()).makespan)
+    clocked("peaks", lambda: peak_activations(line, COST))
+    clocked("proven", lambda: check_timeline(line))
     full = clocked("with transfers", lambda: with_transfers(line))
-    clocked("proven with transfers", lambda: check(full))
+    clocked("proven with transfers", lambda: check_timeline(full))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"  greatest memory so far {most:.2f} GiB")
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import schedlang
-from schedlang.runtime.launch.pool import Pool, progress
+from schedlang.runtime.launch.pool import Pool, report_progress
 from tests.benchmarks.allocated import Allocated
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
@@ -121,7 +121,7 @@ def measured(name: str, sizes: Sizes, pairs: int, wider: int) -> Measured:
         peer = row.knows or row.peer
         for side, make in enumerate((partial(scheduled, row.ours, wide), partial(peer, wide))):
             held[side] = bytes_of(make)
-            progress()
+            report_progress()
     steps = [make() for make in makes]
     for _ in range(3):
         a, b = (float(step()) for step in steps)
@@ -133,7 +133,7 @@ def measured(name: str, sizes: Sizes, pairs: int, wider: int) -> Measured:
             step()
         sent = sum(counted.calls.values()), sum(counted.bytes.values())
         counts.append(Counts(calls, *sent, *bytes_))
-        progress()
+        report_progress()
     return counts, interleaved(*steps, pairs) if pairs else None
 
 

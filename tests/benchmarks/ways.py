@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from schedlang.runtime.launch.pool import Pool, progress
+from schedlang.runtime.launch.pool import Pool, report_progress
 from tests.benchmarks.counting import Counted, sent
 from tests.benchmarks.kept import kept_bytes
 from tests.benchmarks.pairs import Ratio, in_turn, ratio_of
@@ -160,7 +160,7 @@ def measured(sizes: Sizes, ours: Ways, peers: Ways) -> dict[str, Any]:
     torch.set_num_threads(1)
     made = {name: make(sizes) for name, make in {**ours, **peers}.items()}
     agree(made, next(iter(peers)))
-    progress()
+    report_progress()
     found: dict[str, Any] = {"ways": {}, "wall": {}, "cpu": {}}
     for name, way in made.items():
         with Counted() as counted:

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from schedlang.passes.planner.fit import LEAST, Array, most_likely, unlike
-from schedlang.passes.planner.price import NONE, Causes
+from schedlang.passes.planner.constants_fit import MIN_SHARE, Array, fit_constants, huber_loss
+from schedlang.passes.planner.price import NO_WEIGHTS, Causes
 
 Timed = tuple[Causes, float]  # seconds of a step by cause, as priced, and as measured
 
 # -- weights of causes -----------------------------------------------------------------------------
 
 
-def fitted(runs: Sequence[Timed], priors: Causes = NONE) -> dict[str, float]:
+def fitted(runs: Sequence[Timed], priors: Causes = NO_WEIGHTS) -> dict[str, float]:
     """Most likely weights given runs: of relative errors, about `priors` (1 where none is given).
 
     Raises ValueError without a run, or where one took no time.
@@ -28,15 +28,15 @@ def fitted(runs: Sequence[Timed], priors: Causes = NONE) -> dict[str, float]:
             "there is nothing to fit to: runs that took more than 0 seconds are needed"
         )
     names, matrix = shares(runs)
-    found = most_likely(lambda logs: matrix @ np.exp(logs), _start(names, priors))
+    found = fit_constants(lambda logs: matrix @ np.exp(logs), _start(names, priors))
     return dict(zip(names, np.exp(found.logs).tolist()))
 
 
-def unlikelihood(runs: Sequence[Timed], weights: Causes, priors: Causes = NONE) -> float:
+def unlikelihood(runs: Sequence[Timed], weights: Causes, priors: Causes = NO_WEIGHTS) -> float:
     """Negative logarithm of how likely runs are under weights, but for a number."""
     names, matrix = shares(runs)
     at = _start(names, weights)
-    return unlike(np.maximum(matrix @ np.exp(at), LEAST), at, _start(names, priors))
+    return huber_loss(np.maximum(matrix @ np.exp(at), MIN_SHARE), at, _start(names, priors))
 
 
 def told(causes: Causes, weights: Causes) -> float:

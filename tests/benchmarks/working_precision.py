@@ -21,10 +21,20 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case
 from schedlang.passes.verify import conditioning
-from schedlang.passes.verify.finite import check_original
-from schedlang.passes.verify.observe import Observation, conditions
-from schedlang.passes.verify.sides import as_worked, original, prepared, widened
-from schedlang.passes.verify.working_dtype import Rounded, check_cast, rounded, undecided
+from schedlang.passes.verify.observe import Observation, standard_conditions
+from schedlang.passes.verify.original_checks import check_finite
+from schedlang.passes.verify.proof_case import (
+    prepare_case,
+    randomised_float64,
+    run_original,
+    working_case,
+)
+from schedlang.passes.verify.working_dtype import (
+    WorkingRun,
+    check_cast,
+    observe_ranks,
+    split_undecided,
+)
 from schedlang.report import Row
 from schedlang.runtime.launch.pool import RankDied
 from tests import expert_models, models, small_models
@@ -112,17 +122,17 @@ class Judged:
 
 def judged(case: Case, pool: Any, every: bool = False) -> Judged:
     """The case's program in its working dtype against its bounds, if asked also from every draw."""
-    case = case if case.prepared is not None else prepared(case)
-    working, wide = as_worked(case), widened(case)
+    case = case if case.prepared is not None else prepare_case(case)
+    working, wide = working_case(case), randomised_float64(case)
     assert working is not None
     check_cast(working)
-    told = [conditions(wide.batches, 1.0)[0]]
-    exact, _ = original(wide, told)
-    check_original(wide, told, exact)
+    told = [standard_conditions(wide.batches, 1.0)[0]]
+    exact, _ = run_original(wide, told)
+    check_finite(wide, told, exact)
     ran = pool.run(_rank, case.plan.mesh.world, working, told)[0]
     draws: list[int] = []
 
-    def counted(self: Rounded, draw: int) -> Observation:
+    def counted(self: WorkingRun, draw: int) -> Observation:
         draws.append(draw)
         return _RUN(self, draw)
 
@@ -131,36 +141,36 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
         return found
 
     start = time.process_time()
-    with mock.patch.object(Rounded, "_run", counted):
-        rows = Rounded(wide, working, told, exact, ran, again).rows()
+    with mock.patch.object(WorkingRun, "_run", counted):
+        rows = WorkingRun(wide, working, told, exact, ran, again).rows()
     seconds = time.process_time() - start
-    rows, unsure = undecided(rows)
+    rows, unsure = split_undecided(rows)
     drawn: list[Row] = []
     if every:
         with (
-            mock.patch.object(conditioning, "limits", _late),
+            mock.patch.object(conditioning, "bound_with_freedom", _late),
             mock.patch.object(
-                conditioning.Bounds, "_with_least_rounding", lambda self, key, one: one
+                conditioning.ErrorBounds, "_with_least_rounding", lambda self, key, one: one
             ),
         ):
-            drawn = Rounded(wide, working, told, exact, ran, again).rows()
-        drawn, _ = undecided(drawn)
+            drawn = WorkingRun(wide, working, told, exact, ran, again).rows()
+        drawn, _ = split_undecided(drawn)
     return Judged(rows, drawn, unsure, max(draws), seconds)
 
 
-def _late(errors: Any, chance: float, n: float, draws: int = 0) -> conditioning.Bound:
+def _late(errors: Any, chance: float, n: float, draws: int = 0) -> conditioning.ErrorBound:
     """No bound from some of the draws."""
-    return conditioning.Bound(0.0, 0.0) if draws else _LIMITS(errors, chance, n)
+    return conditioning.ErrorBound(0.0, 0.0) if draws else _LIMITS(errors, chance, n)
 
 
-_LIMITS = conditioning.limits
+_LIMITS = conditioning.bound_with_freedom
 
 
-_RUN = Rounded._run
+_RUN = WorkingRun._run
 
 
 def _rank(working: Case, told: Any) -> Observation:
-    return rounded(working, told, [])
+    return observe_ranks(working, told, [])
 
 
 def calibrate(names: Sequence[str], dtypes: Sequence[str], seeds: int, drawn: int) -> int:
@@ -171,7 +181,7 @@ def calibrate(names: Sequence[str], dtypes: Sequence[str], seeds: int, drawn: in
         for word in dtypes:
             found: list[Judged] = []
             try:
-                base = prepared(_case(one, word))
+                base = prepare_case(_case(one, word))
                 for seed in range(seeds):
                     case = replace(base, batches=_batches(one, seed), seed=seed)
                     found.append(judged(case, Threads(), every=seed < drawn))

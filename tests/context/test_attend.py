@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.context_parallel.attention import Way, attend, attend_lse, place_of
-from schedlang.runtime.context_parallel.token_layout import Dropout, Layout, Mask
+from schedlang.runtime.context_parallel.attention import (
+    AttentionOptions,
+    attend,
+    attend_lse,
+    place_of,
+)
+from schedlang.runtime.context_parallel.token_layout import (
+    AttentionDropout,
+    AttentionMask,
+    SequenceLayout,
+)
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.scope import Scope, enter_scope
 from tests.attending import (
     KINDS,
     SIZES,
@@ -61,7 +70,7 @@ SHARP = 18.0  # the scale of scores by which most queries see one key
 
 def _single(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = {name: t.float() for name, t in part(case, layout, place_of(groups)).items()}
     leaves = [mine[name].requires_grad_() for name in "qkv"]
     out = attended(case, mine, groups, layout, 4)
@@ -118,10 +127,10 @@ def test_on_processes(pool: Pool) -> None:
 @given(kind=st.sampled_from(KINDS), ranks=st.integers(1, 6), more=st.integers(0, 20))
 def test_layouts_hold_every_token_once(kind: str, ranks: int, more: int) -> None:
     """Taking parts and putting them back is nothing; parts differ by two tokens at most."""
-    layout = Layout.of(kind, ranks + more, ranks)
+    layout = SequenceLayout.of_kind(kind, ranks + more, ranks)
     tokens = torch.arange(ranks + more)[None]
     parts = [layout.take(tokens, 1, place) for place in range(ranks)]
-    assert layout.whole(parts, 1).equal(tokens)
+    assert layout.concatenate(parts, 1).equal(tokens)
     assert all(p[0].equal(layout.positions(place)) for place, p in enumerate(parts))
     assert max(layout.counts) - min(layout.counts) <= 2
 
@@ -129,16 +138,22 @@ def test_layouts_hold_every_token_once(kind: str, ranks: int, more: int) -> None
 def test_short_sequences_are_refused() -> None:
     """Every rank needs a token; the message says how many are needed."""
     with pytest.raises(Refusal, match="give sequences of 4 tokens or more") as refused:
-        Layout.of("zigzag", 3, 4)
+        SequenceLayout.of_kind("zigzag", 3, 4)
     assert refused.value.diagnostic.code == "S680"
 
 
 def _undivided() -> str:
     case = Case("ulysses", (3,))
-    groups, layout = groups_of(case.sizes), Layout.of("striped", case.tokens, 3)
+    groups, layout = groups_of(case.sizes), SequenceLayout.of_kind("striped", case.tokens, 3)
     mine = part(case, layout, groups[0].rank)
     with pytest.raises(Refusal) as refused:
-        attend(mine["q"], mine["k"], mine["v"], Mask(), Way("ulysses", groups, layout))
+        attend(
+            mine["q"],
+            mine["k"],
+            mine["v"],
+            AttentionMask(),
+            AttentionOptions("ulysses", groups, layout),
+        )
     return str(refused.value)
 
 
@@ -156,14 +171,14 @@ P = 0.4
 
 def _dropped(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = part(case, layout, place_of(groups))
     leaves = [mine[name].requires_grad_() for name in "qkv"]
     draw = LogicalDropout(7)
-    with ambient(draw), entered(Scope(2, 0, (5, 8))):
-        dropout = Dropout.logical(P, draw, case.rows, case.heads, case.tokens)
-        way = Way(case.method, groups, layout, dropout=dropout, block=4)
-        out = attend(*leaves, Mask(causal=True), way)
+    with enter_modes(draw), enter_scope(Scope(2, 0, (5, 8))):
+        dropout = AttentionDropout.from_logical(P, draw, case.rows, case.heads, case.tokens)
+        way = AttentionOptions(case.method, groups, layout, dropout=dropout, block=4)
+        out = attend(*leaves, AttentionMask(causal=True), way)
     return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
 
 
@@ -173,7 +188,7 @@ def test_the_same_weights_are_dropped(method: str, threads: Threads) -> None:
     case = Case(method, SIZES[method][-1], "zigzag", heads=12)
     made = whole(case)
     leaves = [made[name].requires_grad_() for name in "qkv"]
-    with ambient(LogicalDropout(7)), entered(Scope(2, 0, (5, 8))):
+    with enter_modes(LogicalDropout(7)), enter_scope(Scope(2, 0, (5, 8))):
         out = F.scaled_dot_product_attention(*leaves, None, P, is_causal=True, enable_gqa=True)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, made["grad"])]
     for one, other in zip(joined(case, threads.run(_dropped, case.ranks, case)), expected):
@@ -183,7 +198,7 @@ def test_the_same_weights_are_dropped(method: str, threads: Threads) -> None:
 def test_fresh_dropout_drops_as_often_as_it_says() -> None:
     """A share of p is dropped, the rest scaled; another draw drops others."""
     torch.manual_seed(1)
-    drops = [Dropout.fresh(P, 2, 3, 64) for _ in range(2)]
+    drops = [AttentionDropout.from_generator(P, 2, 3, 64) for _ in range(2)]
     first, second = (d.factor(range(64), range(64), torch.ones(1)) for d in drops)
     assert first.shape == (2, 3, 64, 64) and len(first.unique()) == 2
     assert float((first == 0).float().mean()) == pytest.approx(P, abs=0.02)
@@ -193,11 +208,11 @@ def test_fresh_dropout_drops_as_often_as_it_says() -> None:
 
 def _blind(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = part(case, layout, place_of(groups))
     leaves = [mine[name].requires_grad_() for name in "qkv"]
-    mask = Mask(causal=True, present=mine["present"])
-    out, lse = attend_lse(*leaves, mask, Way(case.method, groups, layout))
+    mask = AttentionMask(causal=True, present=mine["present"])
+    out, lse = attend_lse(*leaves, mask, AttentionOptions(case.method, groups, layout))
     assert bool((out.detach()[lse.isneginf()] == 0).all())
     scored = lse.masked_fill(lse.isneginf(), 0)
     grads = torch.autograd.grad((scored * mine["grad"][..., 0]).sum(), leaves[:2])
@@ -216,6 +231,6 @@ def test_the_sum_of_exponents_is_given_too(method: str, threads: Threads) -> Non
     assert lse.isneginf().any()
     scored = lse.masked_fill(lse.isneginf(), 0)
     expected = [lse.detach(), *torch.autograd.grad((scored * made["grad"][..., 0]).sum(), [q, k])]
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     for parts, other in zip(zip(*threads.run(_blind, case.ranks, case)), expected):
-        torch.testing.assert_close(layout.whole(parts, 2), other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(layout.concatenate(parts, 2), other, rtol=1e-12, atol=1e-12)

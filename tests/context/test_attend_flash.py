@@ -11,7 +11,7 @@ import torch
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.runtime.context_parallel import local_attention
-from schedlang.runtime.context_parallel.token_layout import Layout, Reach
+from schedlang.runtime.context_parallel.token_layout import PositionMask, SequenceLayout
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.attending import KINDS, SIZES, Case, attended, dense, groups_of, joined, part, place_of
@@ -24,7 +24,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2 * torch.finfo(torch.bfloat16).e
 
 def _small(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = {n: t.to(dtype) for n, t in part(case, layout, place_of(groups)).items()}
     leaves = [mine[name].requires_grad_() for name in "qkv"]
     out = attended(case, mine, groups, layout)
@@ -35,7 +35,9 @@ def _small(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def check(case: Case, dtype: torch.dtype, threads: Threads) -> int:
     """Errors are those of one rounding or two; gives how often flash attention was asked."""
     x = torch.empty(1, 1, 1, case.widths[0], dtype=dtype)
-    local_attention.usable(x, x)  # it is tried once in a process: those calls are not counted
+    local_attention.can_use_flash(
+        x, x
+    )  # it is tried once in a process: those calls are not counted
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
@@ -66,16 +68,20 @@ def test_what_it_cannot_do_goes_by_blocks(more: dict[str, Any], threads: Threads
 
 def test_forms() -> None:
     """Which runs are full, causal, or causal without the first query and the last key."""
-    causal = Reach(ahead=0)
+    causal = PositionMask(ahead=0)
     whole = slice(0, 4)
-    assert local_attention.form(causal, range(8, 12), range(4)) == (whole, whole, False)
-    assert local_attention.form(causal, range(4, 8), range(4, 8)) == (whole, whole, True)
-    assert local_attention.form(causal, range(1, 9, 2), range(0, 8, 2)) == (whole, whole, True)
-    late = local_attention.form(causal, range(0, 8, 2), range(1, 9, 2))
+    assert local_attention.flash_form(causal, range(8, 12), range(4)) == (whole, whole, False)
+    assert local_attention.flash_form(causal, range(4, 8), range(4, 8)) == (whole, whole, True)
+    assert local_attention.flash_form(causal, range(1, 9, 2), range(0, 8, 2)) == (
+        whole,
+        whole,
+        True,
+    )
+    late = local_attention.flash_form(causal, range(0, 8, 2), range(1, 9, 2))
     assert late == (slice(1, 4), slice(0, 3), True)
-    assert local_attention.form(causal, range(4), range(4, 8)) is None
-    assert local_attention.form(causal, range(0, 8, 2), range(2, 10, 2)) is None
-    assert local_attention.form(Reach(ahead=0, back=2), range(4), range(4)) is None
+    assert local_attention.flash_form(causal, range(4), range(4, 8)) is None
+    assert local_attention.flash_form(causal, range(0, 8, 2), range(2, 10, 2)) is None
+    assert local_attention.flash_form(PositionMask(ahead=0, back=2), range(4), range(4)) is None
 
 
 def _checkpointed(plan: Plan, batch: dict[str, torch.Tensor]) -> float:
@@ -101,16 +107,16 @@ def test_an_operator_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     x = torch.ones(1, 2, 3, 16)
     local_attention._right.cache_clear()
     assert (
-        local_attention.usable(x, x)
-        and not local_attention.usable(x.double(), x)
-        and not local_attention.usable(x, x[..., 1:])
+        local_attention.can_use_flash(x, x)
+        and not local_attention.can_use_flash(x.double(), x)
+        and not local_attention.can_use_flash(x, x[..., 1:])
     )
-    right = local_attention.backward
+    right = local_attention.flash_backward
     for wrong in (
         lambda *a: right(*a[:5], a[5] * 1.01, *a[6:]),
         lambda *a: (right(*a)[0], *right(*a)[:0:-1]),
     ):
         local_attention._right.cache_clear()
-        monkeypatch.setattr(local_attention, "backward", wrong)
-        assert not local_attention.usable(x, x)
+        monkeypatch.setattr(local_attention, "flash_backward", wrong)
+        assert not local_attention.can_use_flash(x, x)
     local_attention._right.cache_clear()

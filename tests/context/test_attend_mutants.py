@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from schedlang.runtime.context_parallel import attention, local_attention, ring, token_layout
-from schedlang.runtime.context_parallel.attention import enough
-from schedlang.runtime.context_parallel.local_attention import Forward
-from schedlang.runtime.context_parallel.ring import Ring
-from schedlang.runtime.context_parallel.token_layout import Reach
+from schedlang.runtime.context_parallel.attention import count_head_copies
+from schedlang.runtime.context_parallel.local_attention import BlockwiseForward
+from schedlang.runtime.context_parallel.ring import NestedRing
+from schedlang.runtime.context_parallel.token_layout import PositionMask
 from tests.attending import Case, dense, joined, rank
 from tests.engine import Faults, Threads
 
@@ -31,76 +31,80 @@ CASES = [
 ]
 
 
-def _merged_without_rescaling(self: Forward, rows: slice, out: Any, lse: Any) -> None:
+def _merged_without_rescaling(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
     self.out[:, :, rows] += out
     self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
 
-def _merged_by_the_larger(self: Forward, rows: slice, out: Any, lse: Any) -> None:
+def _merged_by_the_larger(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
     larger = lse > self.lse[:, :, rows]
     self.out[:, :, rows] = torch.where(larger[..., None], out, self.out[:, :, rows])
     self.lse[:, :, rows] = torch.maximum(self.lse[:, :, rows], lse)
 
 
-def _gradients_stay(self: Ring, prefix: Any, packet: Any, contribute: Any) -> Any:
+def _gradients_stay(self: NestedRing, prefix: Any, packet: Any, contribute: Any) -> Any:
     if len(prefix) == len(self.groups):
         return contribute(self.origin(prefix), packet)
     parts = []
-    for step in range(self.last(prefix) + 1):
-        coming = self._next((*prefix, step), packet) if step < self.last(prefix) else None
+    for step in range(self.last_step(prefix) + 1):
+        coming = self._next((*prefix, step), packet) if step < self.last_step(prefix) else None
         parts.append(_back(self, (*prefix, step), packet, contribute))
         packet = coming.wait() if coming is not None else packet
     return parts[0]
 
 
-_back, _last, _origin = Ring._back, Ring.last, Ring.origin
+_back, _last, _origin = NestedRing._back, NestedRing.last_step, NestedRing.origin
 _near, _shift, _scores, _times = (
-    Reach.block,
-    ring.shift,
+    PositionMask.block,
+    ring.start_shift,
     local_attention._scores,
     local_attention._times,
 )
-_places, _of_heads = attention._find_order, token_layout.Dropout.of_heads
+_places, _of_heads = attention._find_order, token_layout.AttentionDropout.of_heads
 
 
-def _sees_more(self: Reach, *args: Any) -> Any:
+def _sees_more(self: PositionMask, *args: Any) -> Any:
     return _near(replace(self, ahead=None if self.ahead is None else self.ahead + 1), *args)
 
 
-def _sees_less(self: Reach, *args: Any) -> Any:
+def _sees_less(self: PositionMask, *args: Any) -> Any:
     return _near(replace(self, back=None if not self.back else self.back - 1), *args)
 
 
-def _ends_early(self: Ring, prefix: Any) -> int:
+def _ends_early(self: NestedRing, prefix: Any) -> int:
     return max(0, _last(self, prefix) - 1)
 
 
-def _too_far(self: ring.Bodies, step: int) -> int:
+def _too_far(self: ring.TeamRing, step: int) -> int:
     return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
 
 
 MUTANTS: dict[str, Change] = {
-    "partial results are added without rescaling": (Forward, "_merge", _merged_without_rescaling),
-    "the block with the larger scores wins": (Forward, "_merge", _merged_by_the_larger),
-    "gradients of keys stay where they were made": (Ring, "_back", _gradients_stay),
-    "a ring ends a step early": (Ring, "last", _ends_early),
+    "partial results are added without rescaling": (
+        BlockwiseForward,
+        "_merge",
+        _merged_without_rescaling,
+    ),
+    "the block with the larger scores wins": (BlockwiseForward, "_merge", _merged_by_the_larger),
+    "gradients of keys stay where they were made": (NestedRing, "_back", _gradients_stay),
+    "a ring ends a step early": (NestedRing, "last", _ends_early),
     "a packet is taken for the next one": (
-        Ring,
+        NestedRing,
         "origin",
         lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
     ),
-    "a query sees one key too many": (Reach, "block", _sees_more),
-    "a window is a token too short": (Reach, "block", _sees_less),
+    "a query sees one key too many": (PositionMask, "block", _sees_more),
+    "a window is a token too short": (PositionMask, "block", _sees_less),
     "a block that sees a little is left out": (
-        Reach,
+        PositionMask,
         "nothing",
-        lambda self, queries, keys: not self.everything(queries, keys),
+        lambda self, queries, keys: not self.shows_all(queries, keys),
     ),
     "tokens stay in the order in which they arrive": (attention, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (
         attention,
         "copied",
-        lambda x, ranks: torch.cat([x] * enough(x.shape[1], ranks), 1),
+        lambda x, ranks: torch.cat([x] * count_head_copies(x.shape[1], ranks), 1),
     ),
     "the cap has no derivative": (
         local_attention,
@@ -120,7 +124,7 @@ MUTANTS: dict[str, Change] = {
     "the gradient of the sum is left out": (
         ring,
         "Backward",
-        lambda *args: local_attention.Backward(*args[:5], torch.zeros_like(args[5])),
+        lambda *args: local_attention.BlockwiseBackward(*args[:5], torch.zeros_like(args[5])),
     ),
     "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
@@ -128,8 +132,8 @@ MUTANTS: dict[str, Change] = {
         "shares",
         lambda lse: torch.ones_like(lse),
     ),
-    "a share of the steps begins one team too far": (ring.Bodies, "origin", _too_far),
-    "nothing that arrives is waited for": (ring.Moving, "wait", lambda self: self.packet),
+    "a share of the steps begins one team too far": (ring.TeamRing, "origin", _too_far),
+    "nothing that arrives is waited for": (ring.PendingPacket, "wait", lambda self: self.packet),
 }
 
 
@@ -157,8 +161,8 @@ def test_a_mistake_is_found(name: str, late: Threads, monkeypatch: pytest.Monkey
     """At least one case differs from dense attention."""
     owner, attribute, instead = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, instead)
-    token_layout.wanted.cache_clear()
+    token_layout.needed_steps.cache_clear()
     try:
         assert any(wrong(case, late) for case in CASES)
     finally:
-        token_layout.wanted.cache_clear()
+        token_layout.needed_steps.cache_clear()

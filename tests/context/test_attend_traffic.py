@@ -12,14 +12,28 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.comm.collectives import Group, listening
-from schedlang.runtime.comm.tap import Sent, playing
+from schedlang.runtime.comm.collectives import Group, listen_to_collectives
+from schedlang.runtime.comm.fake_rank import LoggedOperation, fake_rank
 from schedlang.runtime.context_parallel import local_attention
 from schedlang.runtime.context_parallel.attention import place_of
-from schedlang.runtime.context_parallel.install import ExchangeKeys
-from schedlang.runtime.context_parallel.local_attention import Rules, Tokens, pairs
-from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, Call, SequenceShard
-from schedlang.runtime.context_parallel.token_layout import Layout, Mask, Reach, Tags, wanted
+from schedlang.runtime.context_parallel.installation import ExchangeKeys
+from schedlang.runtime.context_parallel.local_attention import (
+    BlockRules,
+    PlacedTokens,
+    split_blocks,
+)
+from schedlang.runtime.context_parallel.local_tokens import (
+    AttentionCall,
+    AttentionMethod,
+    SequenceShard,
+)
+from schedlang.runtime.context_parallel.token_layout import (
+    AttentionMask,
+    PositionMask,
+    SequenceLayout,
+    TokenTags,
+    needed_steps,
+)
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 
@@ -37,7 +51,7 @@ def elements(case: Case, heads: int) -> int:
 def _listened(case: Case, meta: bool = False) -> tuple[Heard, Heard]:
     """Kind, axis and elements of each collective: of the forward, and of the backward."""
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = part(case, layout, place_of(groups))
     if meta:
         mine = {name: t.to("meta") for name, t in mine.items()}
@@ -48,7 +62,7 @@ def _listened(case: Case, meta: bool = False) -> tuple[Heard, Heard]:
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append((kind, group.axes[0], size // 8))
 
-    with listening(listen):
+    with listen_to_collectives(listen):
         out = attended(case, mine, groups, layout)
         forward = [*heard]
         grads = torch.autograd.grad(out, leaves, mine["grad"])
@@ -99,16 +113,16 @@ def test_ulysses_sends_four_tensors(threads: Threads) -> None:
 def _exchanged(case: Case) -> Heard:
     """Kind, axis and elements of each collective when a model's attention exchanges keys."""
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     place, heard = place_of(groups), Heard()
     mine = part(case, layout, place)
-    call = Call(mine["q"], mine["k"], mine["v"], Mask(causal=True))
+    call = AttentionCall(mine["q"], mine["k"], mine["v"], AttentionMask(causal=True))
 
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append((kind, group.axes[0], size // 8))
 
     shard = SequenceShard(layout, place, ExchangeKeys())
-    with listening(listen):
+    with listen_to_collectives(listen):
         shard.attend(AttentionMethod(case.method, groups), call)
     return heard
 
@@ -180,7 +194,7 @@ def test_meta_tensors_are_counted_alike(method: str, threads: Threads) -> None:
 def _saved(case: Case) -> int:
     found: list[Tensor] = []
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = part(case, layout, place_of(groups))
     for name in "qkv":
         mine[name].requires_grad_()
@@ -212,7 +226,7 @@ class _Largest(TorchDispatchMode):
 
 def _largest(case: Case) -> int:
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = {n: t.clone() for n, t in part(case, layout, place_of(groups)).items()}
     leaves = [mine[name].requires_grad_() for name in "qkv"]
     with _Largest() as seen:
@@ -235,11 +249,11 @@ def test_memory_does_not_grow_with_the_sequence(threads: Threads) -> None:
 
 def work(kind: str, tokens: int, ranks: int) -> list[list[int]]:
     """Pairs of a query and a key that each place computes at each step of a causal ring."""
-    layout = Layout.of(kind, tokens, ranks)
-    rules = Rules(Reach(ahead=0), 1.0, block=1)
-    held = [Tokens(runs, Tags()) for runs in layout.runs]
+    layout = SequenceLayout.of_kind(kind, tokens, ranks)
+    rules = BlockRules(PositionMask(ahead=0), 1.0, block=1)
+    held = [PlacedTokens(runs, TokenTags()) for runs in layout.runs]
     return [
-        [sum(1 for _ in pairs(rules, held[at], held[at - step])) for at in range(ranks)]
+        [sum(1 for _ in split_blocks(rules, held[at], held[at - step])) for at in range(ranks)]
         for step in range(ranks)
     ]
 
@@ -265,28 +279,30 @@ def test_zigzag_and_striped_balance_a_causal_ring() -> None:
 
 def test_blocks_that_see_nothing_are_not_computed() -> None:
     """Of contiguous causal blocks a little more than half are; a window leaves a band."""
-    held = Tokens((range(64),), Tags())
-    causal = Rules(Reach(ahead=0), 1.0, block=8)
-    assert sum(1 for _ in pairs(causal, held, held)) == 8 * 9 // 2
-    window = Rules(Reach(ahead=0, back=7), 1.0, block=8)
-    assert sum(1 for _ in pairs(window, held, held)) == 8 + 7
+    held = PlacedTokens((range(64),), TokenTags())
+    causal = BlockRules(PositionMask(ahead=0), 1.0, block=8)
+    assert sum(1 for _ in split_blocks(causal, held, held)) == 8 * 9 // 2
+    window = BlockRules(PositionMask(ahead=0, back=7), 1.0, block=8)
+    assert sum(1 for _ in split_blocks(window, held, held)) == 8 + 7
 
 
 def test_only_wanted_steps_are_taken() -> None:
     """A bidirectional window wants neighbours on both sides; all of a zigzag ring is wanted."""
-    line = Layout.of("contiguous", 32, 4)
-    assert wanted(Reach(ahead=3, back=3), line, (4,)) == {(0,), (1,), (3,)}
-    assert len(wanted(Reach(ahead=0), Layout.of("zigzag", 32, 4), (4,))) == 4
+    line = SequenceLayout.of_kind("contiguous", 32, 4)
+    assert needed_steps(PositionMask(ahead=3, back=3), line, (4,)) == {(0,), (1,), (3,)}
+    assert (
+        len(needed_steps(PositionMask(ahead=0), SequenceLayout.of_kind("zigzag", 32, 4), (4,))) == 4
+    )
 
 
 def _order() -> list[str]:
     seen: list[str] = []
     case = EVEN
     groups = groups_of(case.sizes)
-    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
     mine = {n: t.to("meta").requires_grad_() for n, t in part(case, layout, 0).items()}
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (local_attention.Forward, local_attention.Backward):
+        for kind in (local_attention.BlockwiseForward, local_attention.BlockwiseBackward):
             add = kind.add
 
             def noted(self: Any, *args: Any, add: Any = add) -> Any:
@@ -294,7 +310,7 @@ def _order() -> list[str]:
                 return add(self, *args)
 
             patch.setattr(kind, "add", noted)
-        with listening(lambda kind, group, size: seen.append(kind)):
+        with listen_to_collectives(lambda kind, group, size: seen.append(kind)):
             dry = tuple(replace(group, pg=None) for group in groups)
             attended(case, mine, dry, layout).sum().backward()
     return seen
@@ -315,11 +331,11 @@ def test_ranks_that_are_played_alone_would_meet(method: str) -> None:
     """Every message has its other end and every collective all its ranks, in one order."""
     sizes = max(SIZES[method], key=math.prod)
     case = replace(FEW, method=method, sizes=sizes, heads=12, tokens=25, chunk=9)
-    logs: list[list[Sent]] = []
+    logs: list[list[LoggedOperation]] = []
     for place in range(case.ranks):
-        with playing(place, case.ranks) as tap:
+        with fake_rank(place, case.ranks) as tap:
             groups = groups_of(case.sizes)
-            layout = Layout.of(case.kind, case.tokens, case.ranks)
+            layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
             mine = {name: t.to("meta") for name, t in part(case, layout, place).items()}
             leaves = [mine[name].requires_grad_() for name in "qkv"]
             torch.autograd.grad(attended(case, mine, groups, layout), leaves, mine["grad"])

@@ -15,7 +15,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.runtime.context_parallel import probe
-from schedlang.runtime.context_parallel.local_tokens import Tokens
+from schedlang.runtime.context_parallel.local_tokens import TokenSplit
 from tests import models
 from tests.causal import Causal, Mixer
 from tests.engine.threads import Threads
@@ -415,8 +415,8 @@ def test_too_few_tokens() -> None:
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
-    way = Tokens("contiguous", 2, labels="labels", shift="given")
-    monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
+    way = TokenSplit("contiguous", 2, labels="labels", shift="given")
+    monkeypatch.setattr(probe, "list_candidates", lambda trial, kind, ranks: [way])
     with pytest.raises(OwnError, match="computes a token differently"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 

@@ -15,7 +15,7 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
-from schedlang.passes.simulate.traffic import collectives
+from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.batch import Batch
 from tests import models
 from tests.causal import Causal
@@ -186,7 +186,7 @@ def test_biases_send_nothing(make: Callable[[], nn.Module], row: str) -> None:
     model, given = make(), batches(mask=False)[0]
     plan = planned(model, row.format("gather, over=cp"), "cp=2")
     ready = prepare(plan, given)
-    found = collectives(plan, ready, given)
+    found = list_collectives(plan, ready, given)
     sent = [one for one in found if one.what.startswith("keys and values")]
     rows, length = given["input_ids"].shape
     width = model.config.hidden_size
@@ -246,7 +246,7 @@ def test_what_ranks_refuse_names_its_row(threads: Threads) -> None:
     model = Causal(layers=1)
     model.blocks[0] = Turning().double()
     plan = planned(model, "\n" + OWN.format(RING), "cp=2")
-    row = next(one for one in plan.actions if one.acts).span
+    row = next(one for one in plan.actions if one.has_effect).span
     later = models.tokens(7, 8, mask=False)
     for said in threads.run(_refused_later, 2, plan, batches(mask=False)[0], later):
         assert "S661" in said and "`__mul__` on its scores" in said, said

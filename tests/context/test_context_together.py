@@ -14,12 +14,12 @@ def test_the_default_dtype_is_each_functions_own() -> None:
 
     def wide() -> list[torch.dtype]:
         with Float64():
-            together.meet(0, None)
+            together.rendezvous(0, None)
             return [torch.ones(1).dtype]
 
     def plain() -> list[torch.dtype]:
         seen = [torch.ones(1).dtype]
-        together.meet(1, None)
+        together.rendezvous(1, None)
         return [*seen, torch.ones(1).dtype]
 
     assert together.run([wide, plain]) == [[torch.float64], [torch.float32] * 2]
@@ -32,7 +32,7 @@ def test_two_in_float64_leave_nothing() -> None:
 
     def wide(place: int) -> torch.dtype:
         with Float64():
-            together.meet(place, None)
+            together.rendezvous(place, None)
             return torch.ones(1).dtype
 
     made = together.run([lambda: wide(0), lambda: wide(1)])

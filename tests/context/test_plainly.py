@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.context_parallel import local_tokens as splitting
 from schedlang.runtime.context_parallel import probe as trying
-from schedlang.runtime.rng.logical_dropout import Alone, ByRow, Still
+from schedlang.runtime.rng.logical_dropout import ConstantDraws, RowDraws, SourceMode
 from schedlang.runtime.sequence_pipelining import trial
 from tests import models
 from tests.causal import Causal
@@ -40,7 +40,7 @@ def too_much(patch: Patch) -> None:
 
 def other_labels(patch: Patch) -> None:
     """Tokens get the labels of the place before."""
-    real = splitting.Tokens.part
+    real = splitting.TokenSplit.take_part
 
     def part(self: Any, *args: Any, **options: Any) -> Any:
         made = real(self, *args, **options)
@@ -49,7 +49,7 @@ def other_labels(patch: Patch) -> None:
                 made.inputs[name] = made.inputs[name].roll(1, -1)
         return made
 
-    patch.setattr(splitting.Tokens, "part", part)
+    patch.setattr(splitting.TokenSplit, "take_part", part)
 
 
 def other_positions(patch: Patch) -> None:
@@ -149,7 +149,7 @@ def test_a_small_batch_that_the_model_does_not_take() -> None:
 
 def test_still_draws_do_not_depend_on_tokens() -> None:
     """Every random function has its still form: nothing dropped, and one number everywhere."""
-    with Alone(Still()):
+    with SourceMode(ConstantDraws()):
         assert torch.equal(torch.rand(3, 2), torch.full((3, 2), 0.5))
         assert torch.randn(4).abs().max() < 1e-9
         x = torch.ones(2, 3)
@@ -160,7 +160,7 @@ def test_draws_by_row_are_those_of_the_row() -> None:
     """A part draws for its rows what the whole draws for them, in each call something else."""
 
     def drawn(rows: list[int]) -> Tensor:
-        with Alone(ByRow(rows)):
+        with SourceMode(RowDraws(rows)):
             return torch.stack([torch.rand(2 * len(rows), 3), torch.randn(2 * len(rows), 3)])
 
     whole = drawn([0, 1, 2, 3])

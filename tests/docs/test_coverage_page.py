@@ -8,7 +8,7 @@ import pytest
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.modelfile import load_model_file
-from schedlang.ir.primitive import scratch
+from schedlang.ir.primitive import isolated_registry
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
@@ -34,7 +34,7 @@ SAID = [pytest.param(one, id=one.key) for one in entries() if one.rows]
 def test_it_is_planned_as_printed(one: Entry) -> None:
     """The schedule of an entry plans on its model; nothing is added to what the page prints."""
     file = parse(Source("coverage.toml", one.schedule))
-    with scratch():  # a technique brings its verb with its model
+    with isolated_registry():  # a technique brings its verb with its model
         assert Schedule(model(one.model), file, Settings()).plan().actions
 
 

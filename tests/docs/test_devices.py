@@ -14,7 +14,7 @@ TYPES = {"cuda", "nccl", "mps", "xpu", "hip", "npu", "privateuseone"}
 ALLOWED = {
     "schedlang/runtime/device.py": "the one file that knows",
     "passes/simulate/machine.py": "models the library of a cluster elsewhere; asks no device",
-    "schedlang/kernels/device.py": "Triton's kernels are compiled for, and asked of, NVIDIA's only",
+    "schedlang/kernels/kernel_device.py": "Triton's kernels are compiled for NVIDIA's only",
 }
 
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import pytest
 
-from schedlang.doors import ROW, SIDE, WAY, Door
+from schedlang.doors import MAIN_DOORS, ROW_STEPS, SIDE_DOORS, Door
 from tests.architecture_page import PAGE, doors, row
 from tests.walk import files, walked
 
@@ -16,7 +16,7 @@ from tests.walk import files, walked
 LONGEST = {"build": (291, 51), "step": (370, 62)}
 
 
-@pytest.mark.parametrize("door", [*WAY, *SIDE], ids=lambda door: door.name)
+@pytest.mark.parametrize("door", [*MAIN_DOORS, *SIDE_DOORS], ids=lambda door: door.name)
 def test_a_door_is_what_its_line_says(door: Door) -> None:
     """The function lies there, takes these arguments first, and gives such a value."""
     found = inspect.signature(door.function())
@@ -27,7 +27,7 @@ def test_a_door_is_what_its_line_says(door: Door) -> None:
 def test_the_page_shows_every_door() -> None:
     """docs/architecture.md draws the doors from that list, and what happens to one row."""
     assert doors() + row() in PAGE.read_text()
-    for module, name, _ in ROW:
+    for module, name, _ in ROW_STEPS:
         assert callable(attrgetter(name)(import_module(f"schedlang.{module}")))
 
 

@@ -133,13 +133,13 @@ HELD = {
     "runtime/scope.py: _Here": "model code between a step and the draws of its modules",
     "runtime/modes.py: _Active": "torch's stack of modes tells nothing inside of what a mode runs",
     "runtime/mixed_precision.py: _Autocasts": "modes on the meta device: never in a step",
-    "runtime/rng/native.py: _Here": "of one NativeDropout: which call of a module draws",
-    "runtime/storage/saved.py: _Policies": "hooks on saved tensors do not know each other",
-    "runtime/storage/tiers.py: _Making": "dispatch modes that count, in tests and reports",
-    "runtime/activation_memory/quantized.py: _noting": "a proof's notes: never in a step",
-    "runtime/offload/saved_tensors.py: _all_moves": "a proof's builds: never in a step",
-    "runtime/comm/world.py: _apart": "the thread of a save in the background: never in a step",
-    "runtime/launch/job.py: _limit": "a time that a command has: never in a step",
+    "runtime/rng/native_dropout.py: _Here": "of one NativeDropout: which call of a module draws",
+    "runtime/storage/saved_tensors_slot.py: _Policies": "saved-tensor hooks do not know each other",
+    "runtime/storage/tiers.py: _CreationTier": "dispatch modes that count, in tests and reports",
+    "runtime/activation_memory/quantized.py: _near_ties": "a proof's notes: never in a step",
+    "runtime/offload/offloaded_activations.py: _all_sizes": "a proof's builds: never in a step",
+    "runtime/comm/world.py: _by_thread": "the thread of a save in the background: never in a step",
+    "runtime/launch/rank_job.py: _limit": "a time that a command has: never in a step",
     "runtime/launch/pool.py: _threads": "of a proof, which starts ranks: never in a step",
 }
 
@@ -167,7 +167,7 @@ def test_what_threads_hold_is_known() -> None:
 def test_functions_of_torch_distributed_come_back() -> None:
     """They are others inside, and torch's own afterwards, also where something was raised."""
     plain = dist.send
-    with pytest.raises(ZeroDivisionError), torch_distributed.replaced({"send": len}):
+    with pytest.raises(ZeroDivisionError), torch_distributed.replace_functions({"send": len}):
         assert dist.send is len
         raise ZeroDivisionError
     assert dist.send is plain
@@ -181,7 +181,7 @@ def test_functions_of_torch_distributed_come_back() -> None:
 def test_resizes_of_storages_are_heard() -> None:
     """After each, with its storage and bytes, as long as somebody listens."""
     storage, heard = torch.ones(4).untyped_storage(), list[tuple[int, int]]()
-    with torch_tensor.resizes(lambda one, size: heard.append((size, one.nbytes()))):
+    with torch_tensor.listen_to_resizes(lambda one, size: heard.append((size, one.nbytes()))):
         storage.resize_(0)
         storage.resize_(8)
     storage.resize_(0)
@@ -204,7 +204,7 @@ def test_backward_from_roots_that_fit() -> None:
         roots = [torch.autograd.graph.get_gradient_edge(x * 2), (x * 3).sum()]
         grads, x.grad = [torch.arange(3.0), torch.tensor(2.0)], None
         with mode:
-            torch_tensor.backward(roots, grads)
+            torch_tensor.run_backward(roots, grads)
         assert x.grad is not None and x.grad.tolist() == [6.0, 8.0, 10.0]
     assert torch.autograd.backward in heard
 
@@ -215,7 +215,9 @@ def test_data_of_other_tensors_can_be_put(monkeypatch: pytest.MonkeyPatch) -> No
     alike = torch._has_compatible_shallow_copy_type
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", alike)
     put: list[float] = []
-    torch_tensor.assignable(lambda a, b: b.dtype == torch.int8, lambda a, b: put.append(b.item()))
+    torch_tensor.patch_data_assignment(
+        lambda a, b: b.dtype == torch.int8, lambda a, b: put.append(b.item())
+    )
     x = torch.zeros(1)
     x.data = torch.ones(1)
     assert x.item() == 1 and not put

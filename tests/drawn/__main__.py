@@ -106,11 +106,11 @@ def outcomes(
 
 
 def _ranks(processes: bool) -> Any:
-    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
     from schedlang.runtime.launch.pool import Pool
     from tests.engine import Threads
 
-    found: Any = Pool(preload=(*BASE, *PROGRAMS)) if processes else Threads()
+    found: Any = Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) if processes else Threads()
     return found if hasattr(found, "__enter__") else nullcontext(found)
 
 

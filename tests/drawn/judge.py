@@ -14,15 +14,23 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import prove
-from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.observe import standard_conditions
 from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.probe import check_parts
-from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
+from schedlang.passes.verify.proof_case import (
+    Case,
+    copy_original,
+    observe_on_rank,
+    prepare_case,
+    proof_modes,
+    randomised_float64,
+    run_original,
+)
+from schedlang.passes.verify.requirements import STEPS
 from schedlang.report import Row
-from schedlang.runtime.launch.job import Hang
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.launch.rank_job import Hang
+from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
 from tests.drawn.models import NAMES, Subject, subject
 from tests.drawn.rows import drawn
@@ -65,15 +73,15 @@ def case_of(one: Subject, text: str, seed: int) -> Case:
 
 def quick(case: Case, ranks: Any) -> Sequence[Row]:
     """Every comparison of float64 after one step of one optimizer, on one batch."""
-    case = widened(prepared(replace(case, batches=case.batches[:1], dtype="none")))
+    case = randomised_float64(prepare_case(replace(case, batches=case.batches[:1], dtype="none")))
     case = check_parts(case)
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
-    told = conditions(case.batches, norm)[:1]
-    expected, _ = original(case, told)
-    actual = ranks.run(tried, case.plan.mesh.world, case, told, timeout=LIMIT)[0]
-    return compare(expected, actual, exact=not case.plan.gives_up and not case.parted)
+    modes, _ = proof_modes(case)
+    with enter_modes(*modes):
+        norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(case.batches[0])
+    told = standard_conditions(case.batches, norm)[:1]
+    expected, _ = run_original(case, told)
+    actual = ranks.run(observe_on_rank, case.plan.mesh.world, case, told, timeout=LIMIT)[0]
+    return compare(expected, actual, exact=not case.plan.gives_up and not case.by_parts)
 
 
 def whole(case: Case, ranks: Any) -> Sequence[Row]:

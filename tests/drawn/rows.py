@@ -12,7 +12,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, leaf_kind
-from schedlang.pipeline.schedules import ORDERS, OrderError, sized
+from schedlang.pipeline.schedules import ORDERS, OrderError, checked_size
 from tests.drawn.models import subject
 from tests.properties.drawn import PHASES, RELAX, Axes
 
@@ -136,7 +136,11 @@ class Drawing:
 
     def trunks(self) -> list[str]:
         """The lists of blocks as they are called in the model."""
-        return [fqn for one in sorted(self.blocks.lists) for fqn in self.blocks.named.get(one, ())]
+        return [
+            fqn
+            for one in sorted(self.blocks.lists)
+            for fqn in self.blocks.modules_by_name.get(one, ())
+        ]
 
     def somewhere(self) -> str:
         """A module, one place in all blocks, a block or several of them."""
@@ -147,7 +151,7 @@ class Drawing:
             ways = [f"{trunk}.*", f"{trunk}[0]", f"{trunk}[-1]", f"{trunk}[::2]"]
             return self.rng.choice([*ways, f"{trunk}.{self.rng.choice(children)}"])
         fqn = self.rng.choice(self.sites)
-        return self.blocks.common(fqn) if self.often(0.5) else fqn
+        return self.blocks.common_name(fqn) if self.often(0.5) else fqn
 
     def named(self, *words: str, common: bool = True) -> str | None:
         """A module whose class has one of these in its name."""
@@ -157,7 +161,7 @@ class Drawing:
         if not found:
             return None
         fqn = self.rng.choice(found)
-        return self.blocks.common(fqn) if common and self.often(0.6) else fqn
+        return self.blocks.common_name(fqn) if common and self.often(0.6) else fqn
 
     def linear(self) -> str | None:
         """A projection, a table or a convolution, in all blocks or in one."""
@@ -167,7 +171,7 @@ class Drawing:
             if leaf_kind(self.facts.sites[f]) or self.facts.sites[f].class_name.startswith("Conv")
         ]
         fqn = self.rng.choice(found) if found else None
-        return self.blocks.common(fqn) if fqn and self.often(0.5) else fqn
+        return self.blocks.common_name(fqn) if fqn and self.often(0.5) else fqn
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class Drawing:
     def sequence(self) -> None:
         """Norms and the sums before them along the sequence."""
         norms = [
-            self.blocks.common(f)
+            self.blocks.common_name(f)
             for f in self.sites
             if "norm" in self.facts.sites[f].class_name.lower()
         ]
@@ -210,7 +214,7 @@ class Drawing:
             Row(r.verb, r.text.replace("shard(row, over=tp", "shard(row, output=S(seq), over=tp"))
             for r in self.rows
         ]
-        inside = [n for n in dict.fromkeys(norms) if self.blocks.inside(n)]
+        inside = [n for n in dict.fromkeys(norms) if self.blocks.is_inside(n)]
         self.add(*(f"{name}  shard(input=S(seq), output=S(seq), over=tp)" for name in inside))
         for trunk in self.trunks():
             last = self.facts.children(trunk)[-1]
@@ -296,7 +300,7 @@ class Drawing:
             if known.sliced or known.searched or (ranks == 1 and known.name not in ONE):
                 continue
             try:
-                stages = sized(known, ranks, micro).chunks * ranks
+                stages = checked_size(known, ranks, micro).chunks * ranks
             except OrderError:
                 continue
             if ranks == 1 or stages <= self.units:

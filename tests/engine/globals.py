@@ -12,18 +12,18 @@ import torch
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.fusion import fuse, rewrite
 from schedlang.runtime.kernel_injection import blind_queries
-from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.offload import offloaded_activations
 from schedlang.runtime.rowwise_kernels import launch
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
-    (blind_queries, "_known"),
+    (blind_queries, "_cache"),
     (collectives, "_listeners"),
-    (fuse, "_counted"),
+    (fuse, "_counting_layers"),
     (launch, "_launchers"),
-    (saved_tensors, "_listener"),
+    (offloaded_activations, "_listener"),
     (rewrite, "_watchers"),
-    (world, "_within"),
+    (world, "_entered"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")
 

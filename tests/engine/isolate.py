@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from schedlang.runtime.launch import pickled
+from schedlang.runtime.launch import pickling
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """What `unpacked` makes copies from: modules and their functions stay those of this process."""
-    return pickled.sent((fn, args))
+    return pickling.dump_job((fn, args))
 
 
 def unpacked(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

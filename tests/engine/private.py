@@ -171,8 +171,8 @@ def many_ranks() -> Iterator[Any]:
     """While this lasts, threads may be ranks; gives the store that they share."""
     install()
     plain, hook = c10d._world, sys.excepthook  # which joining a group replaces
-    patient = agreement.until
-    agreement.until = partial(_until, patient)
+    patient = agreement.poll_until
+    agreement.poll_until = partial(_until, patient)
     c10d._world = _Worlds(plain)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
     try:
@@ -180,7 +180,7 @@ def many_ranks() -> Iterator[Any]:
     finally:
         _set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = plain, hook
-        agreement.until = patient
+        agreement.poll_until = patient
 
 
 def _until(

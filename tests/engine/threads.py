@@ -16,7 +16,7 @@ from typing import Any
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch import forkserver
-from schedlang.runtime.launch.job import Hang, RankDied
+from schedlang.runtime.launch.rank_job import Hang, RankDied
 from tests.engine import globals as per_rank
 from tests.engine.baton import Aborted, Baton, Deadlock
 from tests.engine.exchange import Exchange

@@ -13,9 +13,9 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import prove
-from schedlang.passes.verify.sides import Case
-from schedlang.runtime.comm.collectives import listening
-from schedlang.runtime.moe.experts import kept, limit_experts
+from schedlang.passes.verify.proof_case import Case
+from schedlang.runtime.comm.collectives import listen_to_collectives
+from schedlang.runtime.moe.experts import capacity_mask, limit_experts
 from schedlang.runtime.moe.probe import Experts, NoExperts, probe_experts
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused, static_holds
@@ -182,7 +182,7 @@ def _bytes(plan: Plan, batch: Any) -> dict[str, int]:
         if group.label:
             sent[kind] += size
 
-    with listening(listen):
+    with listen_to_collectives(listen):
         program.train_step(batch)
     return dict(sent)
 
@@ -360,9 +360,16 @@ def test_a_capacity_counts_the_whole_batch() -> None:
 def test_the_first_tokens_of_an_expert_are_kept() -> None:
     """By hand: six choices of two experts at capacity 1.0 leave room for three each."""
     index = torch.tensor([[0], [0], [1], [0], [0], [1]])
-    assert kept(index, 2, 1.0).flatten().tolist() == [True, True, True, True, False, True]
-    assert kept(index, 2, 0.3).flatten().tolist() == [True, False, True, False, False, False]
-    assert kept(index, 2, 2.0).all()
+    assert capacity_mask(index, 2, 1.0).flatten().tolist() == [True, True, True, True, False, True]
+    assert capacity_mask(index, 2, 0.3).flatten().tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert capacity_mask(index, 2, 2.0).all()
 
 
 def test_the_oracle_drops_what_the_rule_says() -> None:

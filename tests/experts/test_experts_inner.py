@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.runtime.comm.collectives import listening
-from schedlang.runtime.moe.probe import Experts, Inner, probe_experts, probe_inner
+from schedlang.runtime.comm.collectives import listen_to_collectives
+from schedlang.runtime.moe.probe import Experts, InnerSplit, probe_experts, probe_inner
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import planned, proven, refused, static_holds
@@ -58,7 +58,7 @@ def test_models_of_transformers(kind: str, threads: Any) -> None:
 # -- how they are cut --------------------------------------------------------------------------
 
 
-def _inner(module: nn.Module) -> Inner | None:
+def _inner(module: nn.Module) -> InnerSplit | None:
     found = probe_experts(module)
     assert isinstance(found, Experts)
     return probe_inner(module, found)
@@ -127,7 +127,7 @@ def _sent(plan: Any, batch: Any) -> dict[str, int]:
         if group.label and group.axes == ("tp",):
             sent[kind] += size
 
-    with listening(listen):
+    with listen_to_collectives(listen):
         program.train_step(batch)
     return dict(sent)
 

@@ -156,7 +156,7 @@ import sys
 import time
 import types
 
-for name in ("schedlang.kernels", "schedlang.kernels.device"):  # with torch, which nothing asks for
+for name in ("schedlang.kernels", "schedlang.kernels.kernel_device"):  # with torch
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].environment = dict
 

@@ -23,8 +23,8 @@ import torch
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.launch.job import Hang, RankDied
 from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.rank_job import Hang, RankDied
 
 LONGEST = 90.0  # seconds of one verdict
 SIZES: dict[str, Any] = {

@@ -12,15 +12,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge import modules, waits
-from schedlang.passes.judge.copies import Copy
-from schedlang.passes.judge.kinds import INITIAL, _miscounts, _squared_norms, other_start
-from schedlang.passes.judge.places import Whole
-from schedlang.passes.judge.record import Kept
+from schedlang.passes.judge import async_collectives, module_comparison
+from schedlang.passes.judge.explanations import (
+    INITIAL,
+    _miscounts,
+    _squared_norms,
+    explain_initial_weights,
+)
+from schedlang.passes.judge.optimizer_steps import diverged_parameters, explain_steps
+from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.regions import Region
-from schedlang.passes.judge.steps import left_apart, of_steps
+from schedlang.passes.judge.tensor_search import FullTensor
+from schedlang.passes.verify.mapped_tensors import map_tensor
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.spilled import spill
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.parts import ranks
@@ -94,16 +99,16 @@ def test_a_recomputation_that_draws_anew(pool: Pool) -> None:
 
 def test_a_work_that_is_asked_counts_as_waited_for() -> None:
     """Any question of it is one; it passes for what it stands for."""
-    heard = waits.Heard()
+    heard = async_collectives.CallMonitor()
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     work = torch._C._distributed_c10d._create_work_from_future(future)
     future.set_result(torch.zeros(()))
     for ask in ("wait", "get_future", "is_completed"):
-        watched = heard.watched(dist.all_reduce, work)
-        assert isinstance(watched, dist.Work) and [*heard.left.values()][0][0] == "all_reduce"
+        watched = heard.monitor(dist.all_reduce, work)
+        assert isinstance(watched, dist.Work) and [*heard.unwaited.values()][0][0] == "all_reduce"
         getattr(watched, ask)()
-        assert not heard.left
-    assert heard.watched(dist.isend, work) is work
+        assert not heard.unwaited
+    assert heard.monitor(dist.isend, work) is work
 
 
 def test_a_norm_of_slices_that_ranks_have_twice() -> None:
@@ -111,7 +116,7 @@ def test_a_norm_of_slices_that_ranks_have_twice() -> None:
     slices = {0: [0, 1], 1: [2], 2: [0, 1], 3: [2]}
     whole = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     copies = [
-        Copy(rank, "w", *[Region.of(torch.tensor(at))] * 2, spill(whole, None))
+        RankCopy(rank, "w", *[Region.from_numbers(torch.tensor(at))] * 2, map_tensor(whole, None))
         for rank, at in slices.items()
     ]
     assert _squared_norms(copies) == [[5.0, 5.0], [25.0, 25.0]]
@@ -126,14 +131,14 @@ def test_a_part_in_another_order_is_found() -> None:
     whole = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1], [1, 0, 1, 0, 0, 1, 1, 1.0]]).double()
     whole = torch.stack([whole, 1 - whole, whole + torch.arange(8) // 4], 2)
     for order in ([0, 1, 6, 7], [6, 0, 7, 1]):
-        window = Whole(whole).window(whole[:, order])
+        window = FullTensor(whole).find_window(whole[:, order])
         assert window is None or window[1].tolist() == order
-    found = Whole(torch.arange(8.0).expand(2, 8).double()).window(
+    found = FullTensor(torch.arange(8.0).expand(2, 8).double()).find_window(
         torch.tensor([[6.0, 0, 7, 1]] * 2).double()
     )
     assert found is not None and found[1].tolist() == [6, 0, 7, 1]
     twice = torch.ones(2, 8).double()
-    assert Whole(twice).window(twice[:, :4]) is None
+    assert FullTensor(twice).find_window(twice[:, :4]) is None
 
 
 ROW = Row("SGD", "parameters", "w", 0.3, 1e-9, False, 0)
@@ -154,8 +159,8 @@ def test_how_a_step_is_another(now: Tensor, said: str) -> None:
     key = Key("SGD", "parameters", 0, "w")
     sides = Observation({key: WAS + TO}), Observation({key: now})
     initial: Mapping[str, Any] = {"w": WAS}
-    kept = Kept(initial=dict(initial))
-    told = [text for _, text in of_steps([ROW], ROW, *sides, kept, {"ranks": 2})]
+    kept = RunRecord(initial=dict(initial))
+    told = [text for _, text in explain_steps([ROW], ROW, *sides, kept, {"ranks": 2})]
     assert all(said in text for text in told) and bool(told) == bool(said), told
 
 
@@ -164,9 +169,9 @@ def test_copies_that_a_step_leaves_apart() -> None:
     later = Row("SGD", "loss", "loss", 0.1, 1e-9, False, 1)
     copies = Row("SGD", "replicas", "w", 0.1, 1e-9, False, 0)
     of_gradient = Row("SGD", "replicas", "gradient of w", 0.1, 1e-9, False, 0)
-    assert left_apart([later, copies], later) == ["w"]
-    assert left_apart([later, copies, of_gradient], later) == []
-    assert left_apart([later], later) == []
+    assert diverged_parameters([later, copies], later) == ["w"]
+    assert diverged_parameters([later, copies, of_gradient], later) == []
+    assert diverged_parameters([later], later) == []
 
 
 def test_weights_that_are_nowhere_are_told_by_how() -> None:
@@ -175,13 +180,15 @@ def test_weights_that_are_nowhere_are_told_by_how() -> None:
         Row("", INITIAL, name, 1.0, 0.0, False, None, note)
         for name, note in (("a", "on no rank"), ("b", "3 of its 8 elements are on no rank"))
     ]
-    ((_, said),) = other_start([*rows, Row("", INITIAL, "c", 1.0, 0.0, False, None, rows[0].note)])
+    ((_, said),) = explain_initial_weights(
+        [*rows, Row("", INITIAL, "c", 1.0, 0.0, False, None, rows[0].note)]
+    )
     assert said.startswith("2 (`a`, `c`): on no rank; 1 (`b`): 3 of its 8 elements")
 
 
 def test_a_sum_that_has_a_row_too_much() -> None:
     """A bias that each rank adds is the same in all places; other gaps are not."""
     row = torch.tensor([1.0, -2.0])
-    assert modules._has_equal_rows(row.expand(3, 4, 2))
-    assert not modules._has_equal_rows(torch.arange(24.0).reshape(3, 4, 2))
-    assert not modules._has_equal_rows(torch.zeros(3, 2))
+    assert module_comparison._has_equal_rows(row.expand(3, 4, 2))
+    assert not module_comparison._has_equal_rows(torch.arange(24.0).reshape(3, 4, 2))
+    assert not module_comparison._has_equal_rows(torch.zeros(3, 2))

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import schedlang
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge import beside, judge
+from schedlang.passes.judge import judge, program_rows
 from schedlang.report import Report, Row
-from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.rank_job import Hang
 from tests import forks
 
 ORIGINAL = """
@@ -351,8 +351,8 @@ def test_parts_of_an_output_in_two_dims() -> None:
     columns = [part for strip in whole.chunk(3, 1) for part in strip.chunk(2)]
     turns = [whole[k::2] for k in range(2)]  # as samplers deal rows out
     for parts in (rows, columns, turns, whole.chunk(4), whole.chunk(3, 1)):
-        assert torch.equal(beside._assemble_output(parts, whole), whole)
-    assert beside._assemble_output(rows[:5], whole) is None
+        assert torch.equal(program_rows._assemble_output(parts, whole), whole)
+    assert program_rows._assemble_output(rows[:5], whole) is None
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:

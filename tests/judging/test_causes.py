@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.gradient_errors import of_gradient
-from schedlang.passes.judge.located import Note, unmasked
-from schedlang.passes.judge.parts import Cut
-from schedlang.passes.judge.taken import Changed, Part, changes, seen_otherwise
-from schedlang.passes.judge.terms import Got, Tape, made_of
+from schedlang.passes.judge.batch_parts import PartGradients
+from schedlang.passes.judge.first_difference import RecordedTensor, explain_unmasked
+from schedlang.passes.judge.gradient_errors import explain_gradient
+from schedlang.passes.judge.gradient_terms import GradientTape, RankGradient, explain_by_terms
+from schedlang.passes.judge.module_inputs import (
+    ChangedBatch,
+    RankOutputs,
+    change_batches,
+    explain_dependence,
+)
 from schedlang.report import Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches import (
@@ -48,12 +53,12 @@ def judged(catch: Any, program: Any, pool: Pool) -> dict[str, str]:
 # ---- The terms of a gradient.
 
 
-def taped() -> tuple[Tape, Tensor, dict[str, Tensor]]:
+def taped() -> tuple[GradientTape, Tensor, dict[str, Tensor]]:
     """A tensor that two functions take, a linear one and a softmax; its terms, by hand."""
     torch.manual_seed(0)
     x = torch.randn(4, 6, requires_grad=True, dtype=torch.float64)
     weight, more = (torch.randn(n, 6, dtype=torch.float64) for n in (5, 4))
-    tape = Tape()
+    tape = GradientTape()
     with tape:
         y = x * 2.0
         linear = F.linear(y, weight)
@@ -69,9 +74,9 @@ def taped() -> tuple[Tape, Tensor, dict[str, Tensor]]:
     return tape, y, terms
 
 
-def ranks(*values: Tensor) -> list[Got]:
+def ranks(*values: Tensor) -> list[RankGradient]:
     """Each rank's whole gradient."""
-    return [Got(k, v.flatten(), torch.arange(v.numel())) for k, v in enumerate(values)]
+    return [RankGradient(k, v.flatten(), torch.arange(v.numel())) for k, v in enumerate(values)]
 
 
 def test_terms_add_up_to_what_autograd_gives() -> None:
@@ -80,8 +85,8 @@ def test_terms_add_up_to_what_autograd_gives() -> None:
     found = tape.terms(y)
     assert [term.call.name.split("`")[1] for term in found] == ["linear", "log_softmax"]
     for term, name in zip(found, ("linear", "softmax")):
-        assert torch.allclose(term.back, right[name], rtol=1e-12, atol=1e-12)
-    assert torch.allclose(found[1].sent, right["raw"])
+        assert torch.allclose(term.gradient, right[name], rtol=1e-12, atol=1e-12)
+    assert torch.allclose(found[1].output_gradient, right["raw"])
 
 
 MADE: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
@@ -114,7 +119,7 @@ MADE: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
 def test_a_gradient_is_made_of_terms(made: Any, said: str) -> None:
     """A sentence only where it gives all numbers of all ranks; of what is right there is none."""
     tape, y, terms = taped()
-    found = made_of(tape, y, ranks(*made(terms)))
+    found = explain_by_terms(tape, y, ranks(*made(terms)))
     assert re.search(said, found) if said else not found, found
 
 
@@ -122,22 +127,22 @@ def test_what_is_drawn_or_written_into_says_nothing() -> None:
     """What gives other numbers when it runs again has no term, nor what was given others."""
     for spoil in (F.dropout, lambda y: y.add_(1.0)):
         torch.manual_seed(0)
-        tape = Tape()
+        tape = GradientTape()
         with tape:
             y = torch.randn(3, 4, dtype=torch.float64, requires_grad=True) * 2
             z = y.exp()
             (z.sum() + spoil(y).square().sum()).backward()
-        assert made_of(tape, y, ranks(z.detach())) == ""
+        assert explain_by_terms(tape, y, ranks(z.detach())) == ""
 
 
 # ---- Elements that one rank owns.
 
 
-def owned(masked: bool, own: bool = True) -> tuple[Tape, list[list[Note]]]:
+def owned(masked: bool, own: bool = True) -> tuple[GradientTape, list[list[RecordedTensor]]]:
     """Ranks have the right gradient of every other element; the others are zero, or are not."""
     torch.manual_seed(0)
     x = torch.randn(4, 6, requires_grad=True, dtype=torch.float64)
-    tape = Tape()
+    tape = GradientTape()
     with tape:
         y = x.exp()
         y.square().sum().backward()
@@ -146,17 +151,17 @@ def owned(masked: bool, own: bool = True) -> tuple[Tape, list[list[Note]]]:
     for rank in range(RANKS):
         mine = (torch.arange(24).reshape(4, 6) % RANKS) == (rank if own else 0)
         other = torch.zeros_like(want) if masked else torch.randn_like(want)
-        found.append([Note(y.detach(), torch.where(mine, want, other))])
+        found.append([RecordedTensor(y.detach(), torch.where(mine, want, other))])
     return tape, found
 
 
 def test_what_others_add_to_an_element() -> None:
     """Said where each element is right on one rank alone and others are not zero; else nothing."""
-    assert "zero is due" in unmasked(*owned(masked=False))
-    assert unmasked(*owned(masked=True)) == ""
-    assert unmasked(*owned(masked=False, own=False)) == ""
+    assert "zero is due" in explain_unmasked(*owned(masked=False))
+    assert explain_unmasked(*owned(masked=True)) == ""
+    assert explain_unmasked(*owned(masked=False, own=False)) == ""
     tape, (first, _) = owned(masked=False)
-    assert unmasked(tape, [first]) == "" and unmasked(tape, [first, first]) == ""
+    assert explain_unmasked(tape, [first]) == "" and explain_unmasked(tape, [first, first]) == ""
 
 
 # ---- Places that an output depends on.
@@ -172,15 +177,15 @@ def windowed(x: Tensor, window: int) -> Tensor:
 def sights(window: int, scale: float = 1.0) -> str:
     """What is said of another window than three, and of another scale, on two parts of words."""
     batch = {"x": torch.randn(2, 6, 3, dtype=torch.float64)}
-    (made,) = changes(batch)
+    (made,) = change_batches(batch)
     batches = [batch["x"], *(one.batch["x"] for one in made)]
     right = [windowed(x, 3) for x in batches]
     numbers = torch.arange(12).reshape(2, 6)
     parts = [
-        Part([scale * windowed(x, window)[:, cut] for x in batches], numbers[:, cut])
+        RankOutputs([scale * windowed(x, window)[:, cut] for x in batches], numbers[:, cut])
         for cut in (slice(0, 3), slice(3, 6))
     ]
-    return seen_otherwise(right, parts, made)
+    return explain_dependence(right, parts, made)
 
 
 def test_a_window_that_is_another_is_told() -> None:
@@ -198,10 +203,14 @@ def test_places_that_are_changed() -> None:
     """Other numbers of the batch's own; no masks, and nothing without places."""
     ids = torch.tensor([[3, 5, 7], [5, 7, 3]])
     batch = {"ids": ids, "attention_mask": torch.ones(2, 3).long(), "labels": torch.tensor([1, 2])}
-    (made,) = changes(batch)
+    (made,) = change_batches(batch)
     assert [one.place for one in made] == [0, 1, 2]
     for one in made:
-        assert isinstance(one, Changed) and set(one.batch["ids"].unique().tolist()) <= {3, 5, 7}
+        assert isinstance(one, ChangedBatch) and set(one.batch["ids"].unique().tolist()) <= {
+            3,
+            5,
+            7,
+        }
         other = (one.batch["ids"] != ids).any(0)
         assert other.nonzero().flatten().tolist() == [one.place]
         assert bool((one.batch["ids"][:, one.place] != ids[:, one.place]).all())
@@ -262,14 +271,14 @@ def test_microbatches_or_ranks(pool: Pool) -> None:
 class Known:
     """The gradients of one cut of the rows, or of the words."""
 
-    rows: Sequence[Cut] = ()
-    words: Sequence[Cut] = ()
+    rows: Sequence[PartGradients] = ()
+    words: Sequence[PartGradients] = ()
 
-    def of_rows(self, *_: str) -> Iterator[Cut]:
+    def of_rows(self, *_: str) -> Iterator[PartGradients]:
         """Those of rows."""
         return iter(self.rows)
 
-    def of_words(self, *_: str) -> Iterator[Cut]:
+    def of_words(self, *_: str) -> Iterator[PartGradients]:
         """Those of words."""
         return iter(self.words)
 
@@ -288,12 +297,20 @@ def test_few_numbers_tell_the_weights_of_parts() -> None:
     parts = [torch.randn(8, dtype=torch.float64) for _ in range(4)]
     want = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.3, 0.4)))
     got = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.6, 0.0)))
-    said = of_gradient(want, got, [], {}, Known([Cut(parts)]), ROW)
+    said = explain_gradient(want, got, [], {}, Known([PartGradients(parts)]), ROW)
     assert said.text == "4 parts of the batch count 1, 1, 2, 0 times what they should"
     other = got + 1e-3 * parts[0].square()
-    assert "parts" not in of_gradient(want, other, [], {}, Known([Cut(parts)]), ROW).text
+    assert (
+        "parts"
+        not in explain_gradient(want, other, [], {}, Known([PartGradients(parts)]), ROW).text
+    )
     lost = got.clone()
     lost[0] = torch.inf
-    assert "not finite" in of_gradient(want, lost, [], {}, Known([Cut(parts)]), ROW).text
-    of_words = of_gradient(want, got, [], {}, Known((), [Cut(parts, "the words")]), ROW)
+    assert (
+        "not finite"
+        in explain_gradient(want, lost, [], {}, Known([PartGradients(parts)]), ROW).text
+    )
+    of_words = explain_gradient(
+        want, got, [], {}, Known((), [PartGradients(parts, "the words")]), ROW
+    )
     assert of_words.text == "4 parts of the words count 1, 1, 2, 0 times what they should"

@@ -12,7 +12,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.choices import Noted, Routes, untold
+from schedlang.passes.judge.discrete_choices import (
+    ChoiceReplay,
+    RecordedChoices,
+    drop_ambiguous_rows,
+)
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.moe import Experts
@@ -129,16 +133,16 @@ def test_wrong_experts_are_no_rounding(pool: Pool, program: Any, dtype: str) -> 
     assert report.exit_code == 1 and not report.unchecked, str(report)
 
 
-def _routes(ranks: dict[Any, Any], far: float = 0.02) -> Routes:
-    return Routes(ranks, {(RUN, 0): torch.full((2,), far)})
+def _routes(ranks: dict[Any, Any], far: float = 0.02) -> ChoiceReplay:
+    return ChoiceReplay(ranks, {(RUN, 0): torch.full((2,), far)})
 
 
 SCORES = torch.tensor([[0.50, 0.51, 0.10], [0.70, 0.10, 0.40]])
-BEST = Noted(SCORES, torch.tensor([[1], [0]]))
+BEST = RecordedChoices(SCORES, torch.tensor([[1], [0]]))
 
 
 def _seen(scores: list[list[float]], chosen: list[list[int]]) -> dict[Any, Any]:
-    return {RUN: [Noted(torch.tensor(scores), torch.tensor(chosen))]}
+    return {RUN: [RecordedChoices(torch.tensor(scores), torch.tensor(chosen))]}
 
 
 def test_only_a_choice_that_roundings_explain_is_taken_over() -> None:
@@ -147,14 +151,14 @@ def test_only_a_choice_that_roundings_explain_is_taken_over() -> None:
     routes = _routes(_seen(theirs, [[2], [0]]))
     held = routes._as_ranks(RUN, 0, BEST)
     assert held is not None and held.tolist() == [[0], [0]]
-    assert routes.held == 1 and not routes.other
+    assert routes.held_count == 1 and not routes.alternatives
     others = [[0.70, 0.10, 0.40], [0.56, 0.51, 0.10]]  # a rank's scores are wrong
     routes = _routes(_seen(others, [[0], [0]]))
     held = routes._as_ranks(RUN, 0, BEST)
-    assert held is not None and held.tolist() == [[1], [0]] and not routes.other
+    assert held is not None and held.tolist() == [[1], [0]] and not routes.alternatives
     routes = _routes(_seen(theirs, [[2], [0]]), far=0.001)
     held = routes._as_ranks(RUN, 0, BEST)  # 0.50 and 0.51 are further apart than roundings move
-    assert held is not None and held.tolist() == [[1], [0]] and not routes.held
+    assert held is not None and held.tolist() == [[1], [0]] and not routes.held_count
 
 
 def test_a_choice_that_no_rank_tells_leaves_open_what_it_explains() -> None:
@@ -163,7 +167,7 @@ def test_a_choice_that_no_rank_tells_leaves_open_what_it_explains() -> None:
     for ranks in (_seen(twice, [[0], [1]]), {}):
         routes = _routes(ranks)
         routes._as_ranks(RUN, 0, BEST)
-        assert [*routes.other] == [(RUN, 0)] and [*routes.other[RUN, 0]] == [0]
+        assert [*routes.alternatives] == [(RUN, 0)] and [*routes.alternatives[RUN, 0]] == [0]
     small, large, exact = (
         Row("SGD", kind, "w", error, 1.0, False, 0)
         for kind, error in (
@@ -173,5 +177,5 @@ def test_a_choice_that_no_rank_tells_leaves_open_what_it_explains() -> None:
         )
     )
     moved = [Row("SGD", one.kind, "w", 1.5, 1.0, True, 0) for one in (small, large)]
-    left, said = untold([small, large, exact], moved)
+    left, said = drop_ambiguous_rows([small, large, exact], moved)
     assert left == [large, exact] and "1 rows" in said[0]

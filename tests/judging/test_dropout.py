@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.places import Whole, placed
+from schedlang.passes.judge.tensor_search import FullTensor, find_elements
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, wrapped
@@ -302,10 +302,10 @@ def test_a_part_is_found_by_its_numbers() -> None:
         lambda t: t.transpose(0, 1)[:, 3:],
         lambda t: t.flatten(0, 1)[4:9],
     ):
-        found = placed(cut(x) * (1 + 1e-13), Whole(x))
+        found = find_elements(cut(x) * (1 + 1e-13), FullTensor(x))
         assert found is not None and torch.equal(found, cut(numbers))
     zeros = torch.where(x > 0.5, x, 0)  # most numbers are there many times
-    assert torch.equal(placed(zeros[3:], Whole(zeros)), numbers[3:])
+    assert torch.equal(find_elements(zeros[3:], FullTensor(zeros)), numbers[3:])
     twice = torch.cat([x[:3], x[:3]])
-    assert placed(twice[:2], Whole(twice)) is None
-    assert placed(x[:3] + 1e-3, Whole(x)) is None
+    assert find_elements(twice[:2], FullTensor(twice)) is None
+    assert find_elements(x[:3] + 1e-3, FullTensor(x)) is None

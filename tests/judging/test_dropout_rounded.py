@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.places import nearest
+from schedlang.passes.judge.tensor_search import find_nearest_window
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net, wrapped
@@ -97,12 +97,12 @@ def test_a_window_is_found_by_being_nearest(dtype: torch.dtype) -> None:
         lambda t: t[1::2, 2:],
         lambda t: t[1:6],  # of an uneven split
     ):
-        found = nearest((cut(x) * (1 + 1e-3)).to(dtype), x.to(dtype))
+        found = find_nearest_window((cut(x) * (1 + 1e-3)).to(dtype), x.to(dtype))
         if dtype == torch.float32:  # where a thousandth is no rounding
             assert found is None
-            found = nearest(cut(x).to(dtype), x.to(dtype))
+            found = find_nearest_window(cut(x).to(dtype), x.to(dtype))
         assert found is not None
         assert torch.equal(numbers[torch.meshgrid(*found, indexing="ij")], cut(numbers))
     twice = torch.cat([x[:3], x[:3]]).to(dtype)
-    assert nearest(twice[:3], twice) is None
-    assert nearest((x[:3] + 1).to(dtype), x.to(dtype)) is None
+    assert find_nearest_window(twice[:3], twice) is None
+    assert find_nearest_window((x[:3] + 1).to(dtype), x.to(dtype)) is None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge.rounded import FORMATS
+from schedlang.passes.judge.low_dtype import FORMATS
 from schedlang.passes.verify.conditioning import IN_DTYPE
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool

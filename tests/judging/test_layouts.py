@@ -12,7 +12,14 @@ from torch.distributed.tensor import Replicate, Shard
 from schedlang import TrainingProgram
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge import layouts
-from schedlang.passes.judge.layouts import Held, Holdings, Table, candidates, held, together
+from schedlang.passes.judge.layouts import (
+    ElementIndex,
+    RankLayouts,
+    RankTensor,
+    candidate_names,
+    join_layouts,
+    match_parameters,
+)
 from schedlang.passes.judge.regions import Region
 
 
@@ -58,8 +65,8 @@ def test_any_cut_is_found_by_values(cut: Any) -> None:
     torch.manual_seed(0)
     original = Original()
     parts = cut(original)
-    (one,), lost = held(offered(**parts), table := Table(original))
-    assert not lost and one.by == "values"
+    (one,), lost = match_parameters(offered(**parts), table := ElementIndex(original))
+    assert not lost and one.matched_by == "values"
     flat = next(iter(parts.values())).reshape(-1)
     assert one.padding == {"padded at the end": 12, "padded with other numbers": 4}.get(
         next(name for name, c in CUTS.items() if c is cut), 0
@@ -68,7 +75,7 @@ def test_any_cut_is_found_by_values(cut: Any) -> None:
     for name, (here, there) in one.pieces.items():
         whole = table.parameters[name].detach().reshape(-1)
         assert torch.equal(whole[there.numbers], flat[here.numbers])
-        assert torch.equal(there.within(whole).reshape(-1), here.within(flat).reshape(-1))
+        assert torch.equal(there.read(whole).reshape(-1), here.read(flat).reshape(-1))
         seen[here.numbers] += 1
     assert int(seen.max()) == 1 and int((seen == 0).sum()) == one.padding
 
@@ -89,46 +96,51 @@ NUMBERS = {
 def test_a_grid_of_numbers_takes_no_memory(numbers: torch.Tensor, listed: int) -> None:
     """A region has the numbers that it was made of, reads and writes these, and no others."""
     flat = torch.arange(24.0)
-    one = Region.of(numbers.reshape(-1), numbers.shape)
+    one = Region.from_numbers(numbers.reshape(-1), numbers.shape)
     assert torch.equal(one.numbers, numbers.reshape(-1)) and len(one) == numbers.numel()
     assert (0 if one.listed is None else len(one.listed)) == listed
-    assert torch.equal(one.within(flat).reshape(-1), flat[numbers.reshape(-1)])
-    one.put(flat, -1 - one.within(flat).reshape(-1))
+    assert torch.equal(one.read(flat).reshape(-1), flat[numbers.reshape(-1)])
+    one.write(flat, -1 - one.read(flat).reshape(-1))
     assert int((flat < 0).sum()) == numbers.numel()
     assert torch.equal(flat[numbers.reshape(-1)], -1.0 - numbers.reshape(-1))
-    assert one.alike(Region.of(numbers.reshape(-1))) and not one.alike(Region.of(torch.arange(5)))
+    assert one.equals(Region.from_numbers(numbers.reshape(-1))) and not one.equals(
+        Region.from_numbers(torch.arange(5))
+    )
 
 
 def test_one_changed_element_is_no_padding() -> None:
     """A tensor of the original's shape with another value anywhere goes by its name, or is lost."""
     original = Original()
-    table = Table(original)
+    table = ElementIndex(original)
     for place in ((0, 0), (5, 3)):
         changed = original.q.weight.detach().clone()
         changed[place] += 1
-        found, lost = held(offered(w=changed), table)
+        found, lost = match_parameters(offered(w=changed), table)
         assert not found and lost == ["`w` (6, 4)"]
         options = {"names": {"w": "q.weight"}}
-        (one,), lost = held(offered(w=changed, options=options), table)
-        assert not lost and one.by == "name"
+        (one,), lost = match_parameters(offered(w=changed, options=options), table)
+        assert not lost and one.matched_by == "name"
         assert torch.equal(one.pieces["q.weight"][1].numbers, torch.arange(24))
 
 
 def test_rows_that_nobody_has_are_missing() -> None:
     """What all ranks hold together is counted against the original, element by element."""
     original = Original()
-    table = Table(original)
-    ranks = [held(offered(w=original.q.weight[rows]), table) for rows in (slice(2), slice(3, 6))]
-    missing = together(ranks, table).missing
+    table = ElementIndex(original)
+    ranks = [
+        match_parameters(offered(w=original.q.weight[rows]), table)
+        for rows in (slice(2), slice(3, 6))
+    ]
+    missing = join_layouts(ranks, table).missing
     assert missing["q.weight"] == 4 and "k.weight" in missing and missing["table.weight"] == 20
 
 
 def test_what_is_fused_trains_as_one() -> None:
     """Names of weights that lie in one tensor somewhere are one group, all others their own."""
     original = Original()
-    table = Table(original)
+    table = ElementIndex(original)
     fused = offered(w=torch.cat([original.q.weight, original.k.weight]))
-    groups = Holdings((tuple(held(fused, table)[0]),), table).groups
+    groups = RankLayouts((tuple(match_parameters(fused, table)[0]),), table).groups
     assert groups["k.weight"] == groups["q.weight"] == groups["w"] == "q.weight"
     assert groups["q.bias"] == "q.bias"
 
@@ -136,10 +148,10 @@ def test_what_is_fused_trains_as_one() -> None:
 def test_what_is_not_found_is_named() -> None:
     """The refusal has the tensor, the rank, and what of the original nobody holds."""
     original = Original()
-    table = Table(original)
+    table = ElementIndex(original)
     right, wrong = offered(w=original.q.weight), offered(v=torch.ones(3, dtype=torch.float64))
     with pytest.raises(Refusal) as refusal:
-        together([held(right, table), held(wrong, table)], table)
+        join_layouts([match_parameters(right, table), match_parameters(wrong, table)], table)
     text = refusal.value.render()
     assert "S763" in text and "`v` (3,) on rank 1" in text and "`k.weight`" in text
 
@@ -156,21 +168,22 @@ def test_what_is_not_found_is_named() -> None:
 )
 def test_wrappers_leave_the_name(name: str) -> None:
     """Of a wrapped parameter's name, the original's is found."""
-    assert "q.weight" in candidates(name)
+    assert "q.weight" in candidate_names(name)
 
 
 def test_a_module_of_that_name_keeps_it() -> None:
     """What the original itself calls `module` is not taken for a wrapper's word first."""
-    assert next(candidates("module.weight")) == "module.weight"
-    assert "deep.module.weight" in candidates("module.deep.module.weight")
+    assert next(candidate_names("module.weight")) == "module.weight"
+    assert "deep.module.weight" in candidate_names("module.deep.module.weight")
 
 
 def test_padding_is_counted_on_all_ranks() -> None:
     """Ranks that hold a tensor of one name may each have padding in it, or none."""
     ranks = tuple(
-        (Held("weight", (3,), torch.float64, True, "values", padding=count),) for count in (1, 2, 0)
+        (RankTensor("weight", (3,), torch.float64, True, "values", padding=count),)
+        for count in (1, 2, 0)
     )
-    assert Holdings(ranks, Table(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
+    assert RankLayouts(ranks, ElementIndex(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
 
 
 TOLD = {  # what is said of a weight of six rows, on which of four ranks, and its rows there
@@ -189,8 +202,8 @@ def test_a_split_that_is_told(monkeypatch: Any, said: Any, rank: int, rows: list
     original = Original()
     options = {"names": {"w": "q.weight"}, "layouts": {"w": said}}
     other = torch.rand(len(rows), 4, dtype=torch.float64)
-    (one,), lost = held(offered(w=other, options=options), Table(original))
-    assert not lost and one.by == "name"
+    (one,), lost = match_parameters(offered(w=other, options=options), ElementIndex(original))
+    assert not lost and one.matched_by == "name"
     numbers = torch.arange(24).reshape(6, 4)[rows].reshape(-1)
     found = [there.numbers for _, there in one.pieces.values()]
     assert list(one.pieces) == ["q.weight"] * bool(rows)

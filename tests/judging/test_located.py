@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge import kinds, modules
-from schedlang.passes.judge.calls import Run, Seen
-from schedlang.passes.judge.modules import Exact
+from schedlang.passes.judge import explanations, module_comparison
+from schedlang.passes.judge.module_calls import ModuleCall, RecordedStep
+from schedlang.passes.judge.module_comparison import ValueComparison
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
@@ -165,22 +165,24 @@ def test_an_output_that_is_laid_otherwise_is_told(pool: Pool) -> None:
 def test_words_before_rows_where_there_are_as_many() -> None:
     """Eight words of two rows lie in eight rows of nine words; words that come twice do not."""
     whole = torch.randn(8, 9, 4, dtype=torch.float64)
-    looks = Exact(Run({("inner", 0): Seen([whole])}))
+    looks = ValueComparison(RecordedStep({("inner", 0): ModuleCall([whole])}))
     at = (("inner", 0), 0)
     part = whole[2:4, :8].transpose(0, 1)
-    places = looks.placed(at, part)
+    places = looks.find_elements(at, part)
     assert places is not None and torch.equal(whole.reshape(-1)[places], part)
-    assert looks.placed(at, whole[:, [0, 1, 2] * 3]) is None
-    assert looks.placed(at, whole[[0, 1] * 4]) is None
+    assert looks.find_elements(at, whole[:, [0, 1, 2] * 3]) is None
+    assert looks.find_elements(at, whole[[0, 1] * 4]) is None
 
 
 def test_rows_beside_an_output_that_is_split() -> None:
     """Which rows a rank has is told by an output of which it has some features alone."""
     size = torch.Size((4, 3, 6))
     places = torch.arange(size.numel()).reshape(size)[2:, :, 3:]
-    half = modules.Part(1, ("up", 0), 0, torch.zeros(2, 3, 3), places, size)
-    wrong = modules.Part(1, ("mlp", 0), 0, torch.zeros(2, 3, 2), None, torch.Size((4, 3, 2)))
-    found = modules.rows_of(wrong, [half], torch.Size((4, 3, 2)))
+    half = module_comparison.RankOutput(1, ("up", 0), 0, torch.zeros(2, 3, 3), places, size)
+    wrong = module_comparison.RankOutput(
+        1, ("mlp", 0), 0, torch.zeros(2, 3, 2), None, torch.Size((4, 3, 2))
+    )
+    found = module_comparison.find_rows(wrong, [half], torch.Size((4, 3, 2)))
     assert found is not None and found.tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
@@ -189,7 +191,7 @@ def test_a_step_that_is_another_after_right_gradients() -> None:
     row = Row("own optimizer", "parameters", "w", 0.3, 1e-9, False, 0)
     key = Key("own optimizer", "parameters", 0, "w")
     want, got = (Observation({key: torch.tensor(value)}) for value in ([1.0, 2.0], [1.3, 1.9]))
-    said = kinds._explain_first(row, want, got, {})
+    said = explanations._explain_first(row, want, got, {})
     assert said.startswith("`w`: ") and "its gradient is right: the optimizer's step" in said
 
 

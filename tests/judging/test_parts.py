@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.judge import parts
+from schedlang.passes.judge import batch_parts
+from schedlang.passes.judge.batch_parts import BatchParts
 from schedlang.passes.judge.judge import Task, _conditions, _float64_case
-from schedlang.passes.judge.parts import Parts
 from schedlang.passes.judge.trial import Trial
 from tests.judging.catches.words import Words
 from tests.judging.versions.balanced import of_words, padded
@@ -27,7 +27,7 @@ class Even(nn.Module):
         return torch.tanh(x)
 
 
-def made(inner: nn.Module, world: int = 2) -> tuple[Parts, str]:
+def made(inner: nn.Module, world: int = 2) -> tuple[BatchParts, str]:
     """Parts of a small model with padded rows, and the first condition's name."""
     torch.manual_seed(0)
     batches = tuple(padded(seed, 4, 3) for seed in range(3))
@@ -35,7 +35,7 @@ def made(inner: nn.Module, world: int = 2) -> tuple[Parts, str]:
     task = Task(never, Words(inner), batches, world, of_words)
     case = _float64_case(task)
     conditions, seen, _ = _conditions(case, task)
-    return Parts(
+    return BatchParts(
         Trial(case, never, world, tuple(conditions), never, True), seen.labels
     ), conditions[0].name
 
@@ -56,7 +56,7 @@ def test_the_label_that_does_not_count_is_found(ignored: int) -> None:
     never: Any = None
     task = Task(never, Words(nn.Tanh()), tuple(map(batch, range(3))), 2, loss)
     _, seen, _ = _conditions(_float64_case(task), task)
-    assert [one.ignored for one in seen.labels] == [ignored] * (ignored < 0)
+    assert [one.ignore_index for one in seen.labels] == [ignored] * (ignored < 0)
 
 
 def test_parts_of_rows_and_words_make_the_whole() -> None:
@@ -64,9 +64,9 @@ def test_parts_of_rows_and_words_make_the_whole() -> None:
     found, condition = made(nn.Tanh())
     batch = found.trial.conditions[0].batches[0]
     (whole,) = found._gradients(batch, [list(range(4))], None)
-    rows = next(found.of_rows("head.weight", condition))
-    words = next(found.of_words("head.weight", condition))
-    assert (rows.whole, words.whole) == ("the batch", "the words")
+    rows = next(found.split_by_rows("head.weight", condition))
+    words = next(found.split_by_tokens("head.weight", condition))
+    assert (rows.unit, words.unit) == ("the batch", "the words")
     for cut, dim in ((rows, 0), (words, 1)):
         each = [(part != -100).sum() for part in batch["labels"].chunk(2, dim)]
         total = sum(part * n for part, n in zip(cut.parts, each)) / sum(each)
@@ -76,7 +76,7 @@ def test_parts_of_rows_and_words_make_the_whole() -> None:
 def test_an_original_that_takes_no_single_row() -> None:
     """Cuts into single rows are left out, and those into two remain."""
     found, condition = made(Even(), world=4)
-    counts = {len(cut.parts) for cut in found.of_rows("head.weight", condition)}
+    counts = {len(cut.parts) for cut in found.split_by_rows("head.weight", condition)}
     assert counts == {2}
 
 
@@ -86,7 +86,7 @@ def test_an_error_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: object) -> Any:
         raise ValueError("not the original's")
 
-    monkeypatch.setattr(parts, "of_rows", broken)
+    monkeypatch.setattr(batch_parts, "select_rows", broken)
     found, condition = made(nn.Tanh())
     with pytest.raises(ValueError, match="not the original's"):
-        list(found.of_rows("head.weight", condition))
+        list(found.split_by_rows("head.weight", condition))

@@ -13,12 +13,16 @@ from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge.causes import _cluster_factors, _copy_correction, _factor_correction
-from schedlang.passes.judge.copies import Copy
-from schedlang.passes.judge.record import Kept
+from schedlang.passes.judge.low_dtype_errors import (
+    _cluster_factors,
+    _copy_correction,
+    _factor_correction,
+)
+from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.regions import Region
+from schedlang.passes.verify.mapped_tensors import map_tensor
 from schedlang.passes.verify.observe import Key
-from schedlang.passes.verify.spilled import spill
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
 from tests.judging.catches import mean_of_means, pipeline_accumulated
@@ -254,10 +258,16 @@ def test_parts_that_ranks_have_twice_are_averaged() -> None:
     """Slices of two groups, as of a hybrid mesh: each is averaged with its own copy."""
     held = {0: ([0, 1], [1.0, 3.0]), 1: ([2], [5.0]), 2: ([0, 1], [3.0, 5.0]), 3: ([2], [7.0])}
     copies = [
-        Copy(rank, "w", Region.of(torch.arange(len(v))), Region.of(torch.tensor(at)), _held(v))
+        RankCopy(
+            rank,
+            "w",
+            Region.from_numbers(torch.arange(len(v))),
+            Region.from_numbers(torch.tensor(at)),
+            _held(v),
+        )
         for rank, (at, v) in held.items()
     ]
-    key, kept = Key("SGD", "gradients", 0, "w"), Kept(copies={(False, "w"): copies})
+    key, kept = Key("SGD", "gradients", 0, "w"), RunRecord(copies={(False, "w"): copies})
     found = _copy_correction(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0]))
     assert found is not None and found[1].tolist() == [2.0, 4.0, 6.0]
     kept.copies[False, "w"] = copies[:2]  # nobody has one twice
@@ -265,7 +275,7 @@ def test_parts_that_ranks_have_twice_are_averaged() -> None:
 
 
 def _held(values: list[float]) -> Any:
-    return spill(torch.tensor(values, dtype=torch.float64), None)
+    return map_tensor(torch.tensor(values, dtype=torch.float64), None)
 
 
 def test_statistics_have_bounds(pool: Pool) -> None:

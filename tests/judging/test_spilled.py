@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.verify import spilled
-from schedlang.passes.verify.spilled import Tensors, spill
+from schedlang.passes.verify import mapped_tensors
+from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import saving, wrapped
 
@@ -74,7 +74,7 @@ def test_large_tensors_are_judged_from_files(
 ) -> None:
     """The program that is right passes, the other is told why; no file is left."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert WIDTH * WIDTH * 8 > spilled.LEAST
+    assert WIDTH * WIDTH * 8 > mapped_tensors.LEAST_FILE_BYTES
     torch.manual_seed(0)
     report = verify_program(
         program, model=Wide(), batch=batch, loss=wrapped.of_images, ranks=2, pool=pool
@@ -101,7 +101,7 @@ def test_large_tensors_are_judged_from_files(
 )
 def test_what_is_written_is_read(tmp_path: Path, value: torch.Tensor) -> None:
     """In its shape and dtype, bit by bit, as it was when it was written."""
-    seen = Tensors(str(tmp_path))
+    seen = MappedTensors(str(tmp_path))
     was = value.clone()
     seen["a"], seen["b"] = value, None
     if value.numel():
@@ -109,8 +109,10 @@ def test_what_is_written_is_read(tmp_path: Path, value: torch.Tensor) -> None:
     read = seen["a"]
     assert read is not None and read.dtype == was.dtype and read.shape == was.shape
     assert torch.equal(read, was) and seen["b"] is None and list(seen) == ["a", "b"]
-    one = spill(was, str(tmp_path))
+    one = map_tensor(was, str(tmp_path))
     again = one.read()
-    one.drop()
+    one.remove_file()
     assert torch.equal(again, was)
-    assert len(list(tmp_path.iterdir())) == int(was.numel() * was.element_size() >= spilled.LEAST)
+    assert len(list(tmp_path.iterdir())) == int(
+        was.numel() * was.element_size() >= mapped_tensors.LEAST_FILE_BYTES
+    )

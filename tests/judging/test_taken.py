@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.taken import Taken, misgiven
+from schedlang.passes.judge.module_inputs import RankCall, explain_inputs
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.parts import AllWords, own
 from tests.judging.catches.words import WIDTH, Words, batch, in_words, loss
@@ -57,7 +57,7 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_an_order_is_told(laid: Callable[[Tensor], Tensor], said: str) -> None:
     """Parts that keep the order are none; the places of others are listed."""
     value = laid(whole())
-    found = misgiven([whole()], [Taken(1, [value], unlike(value))], lambda x: None)
+    found = explain_inputs([whole()], [RankCall(1, [value], unlike(value))], lambda x: None)
     assert said in found if said else not found, found
     assert not said or found.endswith("(rank 1)")
 
@@ -67,27 +67,27 @@ def test_ids_are_no_order() -> None:
     ids = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
     value = ids.flip(0, 1) * 1.0
     value[0, 0] = value[3, 5] = 7.0
-    assert misgiven([ids], [Taken(0, [value], unlike(value))], lambda x: None) == ""
+    assert explain_inputs([ids], [RankCall(0, [value], unlike(value))], lambda x: None) == ""
 
 
 def test_features_may_lie_otherwise() -> None:
     """As the weights of a rank do; not where the original's module makes the wrong output of it."""
     value = whole().roll(2, -1)
     for output, said in ((unlike(value), ""), (doubled(value), "along dim 2 the places [6, 7, 0")):
-        found = misgiven([whole()], [Taken(0, [value], output)], doubled)
+        found = explain_inputs([whole()], [RankCall(0, [value], output)], doubled)
         assert said in found if said else not found, found
 
 
 def test_other_rows_are_told_of_what_is_computed_together() -> None:
     """Two ranks that give the same of other rows; those that give their own are right."""
     halves = whole().chunk(2)
-    same = [Taken(k, [half], torch.ones(3)) for k, half in enumerate(halves)]
-    found = misgiven([whole()], same, lambda x: None)
+    same = [RankCall(k, [half], torch.ones(3)) for k, half in enumerate(halves)]
+    found = explain_inputs([whole()], same, lambda x: None)
     assert "have other rows there (rank 0 [0, 1] and rank 1 [2, 3])" in found, found
-    apart = [Taken(k, [half], unlike(half)) for k, half in enumerate(halves)]
-    assert misgiven([whole()], apart, lambda x: None) == ""
-    alike = [Taken(k, [halves[0]], torch.ones(3)) for k in range(2)]
-    assert misgiven([whole()], alike, lambda x: None) == ""
+    apart = [RankCall(k, [half], unlike(half)) for k, half in enumerate(halves)]
+    assert explain_inputs([whole()], apart, lambda x: None) == ""
+    alike = [RankCall(k, [halves[0]], torch.ones(3)) for k in range(2)]
+    assert explain_inputs([whole()], alike, lambda x: None) == ""
 
 
 # ---- In verdicts.

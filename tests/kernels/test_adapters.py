@@ -12,10 +12,16 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import flash_attention as flash
-from schedlang.kernels.device import runs
-from schedlang.kernels.flex_attention import Case, Query, Rule, flex_attention, reference
+from schedlang.kernels.flex_attention import (
+    AttentionCall,
+    Case,
+    ScoreRule,
+    flex_attention,
+    reference,
+)
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.runtime.kernel_injection.attention_adapters import Adapted, by_name
+from schedlang.runtime.kernel_injection.attention_kernels import KernelAttention, query_of_call
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.kernels.looking import kernels_of
@@ -41,15 +47,15 @@ def test_attention_of_transformers(name: str, implementation: str, more: dict[st
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     for module in attentions:
         found = match(module, "flex_attention")
-        assert isinstance(found, Adapted) and found.error < 1e-12
-        assert found.asked[0].sinks == (name == "GptOss")
-        assert found.asked[0].cap == (0.5 if name == "Gemma2" else 0.0)
+        assert isinstance(found, KernelAttention) and found.error < 1e-12
+        assert found.forms[0].sinks == (name == "GptOss")
+        assert found.forms[0].cap == (0.5 if name == "Gemma2" else 0.0)
         replace(module, found)
         assert kernels_of(module) == ("flex_attention",)
     assert model.config._attn_implementation == implementation
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     assert_close(gradients(model), expected)
-    assert runs()["reference"] == before + len(attentions)
+    assert backend_runs()["reference"] == before + len(attentions)
     assert_close(gradients(model, padded=True), ragged)
 
 
@@ -76,11 +82,11 @@ def test_a_module_that_calls_torch() -> None:
     x = torch.randn(3, 5, 8, dtype=torch.double)
     expected = module(x)
     replace(module, match(module, "flex_attention"))
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     assert (module(x) - expected).abs().max() < 1e-14
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
     Own().double()(x)
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
 
 
 @pytest.mark.deep
@@ -104,11 +110,11 @@ def test_attention_to_tokens_of_another_width() -> None:
     x, other = (torch.randn(3, n, w, dtype=torch.float64) for n, w in ((6, 8), (4, 12)))
     expected = module(x, other)
     found = match(module, "flex_attention")
-    assert isinstance(found, Adapted), found
+    assert isinstance(found, KernelAttention), found
     replace(module, found)
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     torch.testing.assert_close(module(x, other), expected, rtol=1e-12, atol=1e-12)
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
 
 
 def test_compiles_as_one_graph() -> None:
@@ -143,7 +149,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert "adds sinks" in match(sinking, "flash_attention").reason
     with pytest.raises(Refusal, match="S877|`page_table`"):
         lines = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
-        by_name("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
+        query_of_call("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
 
 
 def test_split_sequences_have_their_own_kernel() -> None:
@@ -194,12 +200,12 @@ def test_a_mask_is_read_as_a_window(name: str, additive: bool) -> None:
     seen = shown(far)[None, None].expand(2, 1, 6, 6).clone()
     q = torch.zeros(2, 2, 6, 4)
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if additive else seen
-    assert flash.window_of(Query(q, q, q, Rule(), mask)) == window
+    assert flash.window_of(AttentionCall(q, q, q, ScoreRule(), mask)) == window
     padded = mask.clone()
     padded[0, :, :, 0] = torch.finfo(torch.float32).min if additive else False
-    assert flash.window_of(Query(q, q, q, Rule(), padded)) is None
+    assert flash.window_of(AttentionCall(q, q, q, ScoreRule(), padded)) is None
     if additive:
-        assert flash.window_of(Query(q, q, q, Rule(), mask + 1.0)) is None
+        assert flash.window_of(AttentionCall(q, q, q, ScoreRule(), mask + 1.0)) is None
 
 
 def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,15 +217,15 @@ def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPat
     far = torch.arange(7)[:, None] - torch.arange(7)[None]
     mask = ((far >= 0) & (far < 3))[None, None].expand(2, 1, 7, 7).clone()
     for rule, given in [
-        (Rule(0.3, 2.0, True), None),
-        (Rule(), mask),
-        (Rule(causal=True), mask),
-        (Rule(), None),
+        (ScoreRule(0.3, 2.0, True), None),
+        (ScoreRule(), mask),
+        (ScoreRule(causal=True), mask),
+        (ScoreRule(), None),
     ]:
-        before = runs().get("torch", 0)
-        query = Query(q, k, v, rule, given)
+        before = backend_runs().get("torch", 0)
+        query = AttentionCall(q, k, v, rule, given)
         found = flash.flash_attention(query)
-        assert runs()["torch"] == before + 1
+        assert backend_runs()["torch"] == before + 1
         torch.testing.assert_close(found, reference(query))
 
 
@@ -237,7 +243,7 @@ def test_the_form_that_is_given_to_torch(
     from schedlang.kernels import flex_attention as file
 
     monkeypatch.setattr(file, "runs_flex", lambda q: True)
-    monkeypatch.setattr(file, "compiled", lambda: flex)
+    monkeypatch.setattr(file, "compiled_flex", lambda: flex)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 9, 16, generator=generator) for heads in (4, 2, 2))
     sink = torch.randn(4, generator=generator) if sinks else None
@@ -246,9 +252,9 @@ def test_the_form_that_is_given_to_torch(
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     mask = {"causal": None, "bool": seen, "additive": added}[kind]
     bias = torch.randn(1, 4, 9, 9, generator=generator) if kind == "additive" else None
-    rule = Rule(0.2, 3.0 if kind != "bool" else 0.0, kind == "causal")
+    rule = ScoreRule(0.2, 3.0 if kind != "bool" else 0.0, kind == "causal")
     with torch.no_grad():
-        query = Query(q, k, v, rule, mask, bias, sink)
+        query = AttentionCall(q, k, v, rule, mask, bias, sink)
         torch.testing.assert_close(flex_attention(query), reference(query))
 
 
@@ -261,7 +267,7 @@ def test_a_trial_here_says_that_it_was_not_run() -> None:
 
 def test_calls_that_a_module_does_not_take_are_left_out() -> None:
     """A module that needs a mask is judged by calls with one; one that takes none, by no call."""
-    from schedlang.runtime.kernel_injection.attention_adapters import _ran
+    from schedlang.runtime.kernel_injection.attention_kernels import _run_calls
 
     class Masked(nn.Linear):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -269,14 +275,14 @@ def test_calls_that_a_module_does_not_take_are_left_out() -> None:
 
     module, x = Masked(4, 4), torch.randn(2, 4)
     calls: Any = [([x], {"attention_mask": torch.ones(2)}), ([x], {"attention_mask": None})]
-    assert [one for one, _ in _ran(module, iter(calls))] == calls[:1]
+    assert [one for one, _ in _run_calls(module, iter(calls))] == calls[:1]
     with pytest.raises(AttributeError):
-        list(_ran(module, iter(calls[::-1])))
+        list(_run_calls(module, iter(calls[::-1])))
 
 
 def test_a_config_whose_layers_differ() -> None:
     """Where a config does not say how large a head is, the module does."""
-    from schedlang.runtime.kernel_injection.attention import _head_size
+    from schedlang.runtime.kernel_injection.sdpa_attention import _head_size
 
     class Config:
         @property

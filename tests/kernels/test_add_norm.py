@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.device import runs
-from schedlang.runtime.kernel_injection.add_norm import Sums
+from schedlang.kernels.kernel_device import backend_runs
+from schedlang.runtime.kernel_injection.add_norm import AddNorms
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
@@ -34,7 +34,7 @@ class Block(nn.Module):
 def test_what_data_flow_shows():
     """A sum of two tensors right before a norm is found; with anything between it is told."""
     found = match(Block(lambda m, x: m.second(x + m.mid(m.first(x)))), "add_norm")
-    assert isinstance(found, Sums) and set(found.norms) == {"second"}
+    assert isinstance(found, AddNorms) and set(found.norms) == {"second"}
     for form, said in [
         (lambda m, x: m.second((x + m.mid(m.first(x))).relu()), "before `second` is `relu`"),
         (lambda m, x: m.second(m.mid(x) + 1.0), "before `second` is `add`"),
@@ -51,13 +51,13 @@ def test_a_norm_with_a_hook_is_called():
     x = torch.randn(3, 6)
     expected = block(x)
     replace(block, match(block, "add_norm"))
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     torch.testing.assert_close(block(x), expected)
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
     block.second.register_forward_hook(lambda *_: seen.append(1))
     vars(block)["_schedlang_forward"].kinds["kernel"].made.clear()
     torch.testing.assert_close(block(x), expected)
-    assert seen == [1] and runs()["reference"] == before + 1
+    assert seen == [1] and backend_runs()["reference"] == before + 1
 
 
 ROWS = {

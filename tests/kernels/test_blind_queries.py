@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel_injection import attention, blind_queries
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.kernel_injection import blind_queries, sdpa_attention
+from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.proofs import planned, proven
 
@@ -45,7 +45,7 @@ def attended(call: Any, lines: list[Tensor], mask: Tensor | None, **more: Any) -
         num_key_value_groups=lines[0].shape[1] // lines[1].shape[1], training=True, is_causal=True
     )
     learning = [x for x in (mask, *more.values()) if isinstance(x, Tensor) and x.requires_grad]
-    with ambient(Float64):
+    with enter_modes(Float64):
         out = call(module, *leaves, mask, scaling=0.3, **more)[0]
     toward = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return [out.detach(), *torch.autograd.grad((out * toward).sum(), [*leaves, *learning])]
@@ -85,7 +85,7 @@ def test_as_eager(form: str, lowest: float, keys: int) -> None:
     mask = torch.zeros(seen.shape).double().masked_fill(~seen, lowest)
     wanted = attended(eager(), lines, mask)
     assert wanted[0].isnan().any() == (lowest == -math.inf)
-    close(attended(attention._register(), lines, mask), wanted, 1e-12)
+    close(attended(sdpa_attention._register(), lines, mask), wanted, 1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -95,7 +95,7 @@ def test_masks_and_biases_that_learn(form: str) -> None:
     mask = torch.zeros(seen.shape).double().masked_fill(~seen, LOWEST)
     drawing = torch.Generator().manual_seed(1)
     bias = torch.randn(1, HEADS, TOKENS, TOKENS, generator=drawing).double().requires_grad_()
-    ours = attention._register()
+    ours = sdpa_attention._register()
     learned = (bias.detach() + mask).requires_grad_()
     close(attended(ours, lines, learned), attended(eager(), lines, learned))
 
@@ -117,8 +117,8 @@ def test_in_fewer_bits(form: str, lowest: float | None, dtype: torch.dtype) -> N
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, low)
     few = [x.to(dtype) for x in lines]
     exact = attended(eager(), [x.double() for x in few], mask.double())
-    with ambient():
-        eagers, ours = (_plainly(call, few, mask) for call in (eager(), attention._register()))
+    with enter_modes():
+        eagers, ours = (_plainly(call, few, mask) for call in (eager(), sdpa_attention._register()))
     for found, plain, true in zip(ours, eagers, exact):
         error, known = (float((x.double() - true).norm() / true.norm()) for x in (found, plain))
         assert error <= 2 * known + 4 * torch.finfo(dtype).eps
@@ -134,15 +134,15 @@ def _plainly(call: Any, lines: list[Tensor], mask: Tensor) -> list[Tensor]:
 
 def test_a_mask_that_each_step_writes_into() -> None:
     """Where keys are hidden is found once for a mask, and again when it has changed."""
-    lines, ours = drawn(), attention._register()
+    lines, ours = drawn(), sdpa_attention._register()
     mask = torch.zeros(ROWS, 1, 1, TOKENS).double()
     attended(ours, lines, mask)
-    assert blind_queries.hidden(mask) is blind_queries.hidden(mask)
+    assert blind_queries.find_hidden_keys(mask) is blind_queries.find_hidden_keys(mask)
     mask.masked_fill_(~padded("a row of padding"), LOWEST)
     close(attended(ours, lines, mask), attended(eager(), lines, mask))
     with torch.inference_mode():
         other = torch.zeros(1, 1, 1, TOKENS).double()
-        blind_queries.hidden(mask), blind_queries.hidden(other)
+        blind_queries.find_hidden_keys(mask), blind_queries.find_hidden_keys(other)
     close(attended(ours, lines, mask), attended(eager(), lines, mask))
 
 
@@ -152,13 +152,13 @@ def test_hidden_by_numbers_that_differ() -> None:
     seen, lines = padded("padding on the left"), drawn()
     mask = torch.zeros(seen.shape).double().masked_fill(~seen, LOWEST)
     mask[1, :, 0, 1:] = -math.inf
-    with torch.no_grad(), ambient(Float64):
+    with torch.no_grad(), enter_modes(Float64):
         module = SimpleNamespace(num_key_value_groups=1, training=True, is_causal=True)
-        ways = (eager(), attention._register())
+        ways = (eager(), sdpa_attention._register())
         wanted, found = (call(module, *lines, mask, scaling=0.3)[0] for call in ways)
     close([found], [wanted])
     with pytest.raises(RuntimeError, match="hides all keys from a query by numbers that differ"):
-        attended(attention._register(), lines, mask)
+        attended(sdpa_attention._register(), lines, mask)
 
 
 def test_torch_is_wrong_there() -> None:
@@ -178,7 +178,7 @@ def test_what_is_dropped_by_torch() -> None:
     seen, lines = padded("a row of padding"), drawn()
     mask = torch.zeros(seen.shape).double().masked_fill(~seen, LOWEST)
     sums: list[list[Tensor]] = []
-    for call in (eager(), attention._register()):
+    for call in (eager(), sdpa_attention._register()):
         torch.manual_seed(0)
         runs = [attended(call, lines, mask, dropout=0.5) for _ in range(400)]
         assert not torch.allclose(runs[0][0][1], runs[1][0][1])

@@ -17,13 +17,13 @@ from schedlang.runtime.adapters.torch_compile import keep_buffers
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.fusion import fuse as fuse_file
-from schedlang.runtime.fusion.checked import check_fused
-from schedlang.runtime.fusion.fuse import fuse, graphs, unavailable
+from schedlang.runtime.fusion.check_fused import check_fused
+from schedlang.runtime.fusion.fuse import count_graphs, fuse, why_unavailable
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 
 pytestmark = pytest.mark.skipif(
-    unavailable() is not None, reason=f"inductor cannot compile here: {unavailable()}"
+    why_unavailable() is not None, reason=f"inductor cannot compile here: {why_unavailable()}"
 )
 
 
@@ -70,10 +70,10 @@ def test_fuses_equal_modules_into_one_graph():
         replace(module.norm, match(module.norm, "rms_norm"))
         fuse(module)
     assert_close(gradients(modules, x), expected)
-    made = [graphs(module) for module in modules]
+    made = [count_graphs(module) for module in modules]
     assert made == [1, 0, 0]
     assert_close(gradients(modules, x, seed=1), gradients(blocks(), x, seed=1))
-    assert [graphs(module) for module in modules] == made  # nothing compiled anew
+    assert [count_graphs(module) for module in modules] == made  # nothing compiled anew
     assert list(modules[0].state_dict()) == state
 
     twin = copy.deepcopy(modules[0])  # bound to its own parameters, not to the original's
@@ -94,9 +94,9 @@ def test_eager_under_ambient_modes():
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = module(x)["x"]
     fuse(module)
-    with ambient(Float64):
+    with enter_modes(Float64):
         assert torch.equal(module(x)["x"], expected)
-    assert graphs(module) == 0
+    assert count_graphs(module) == 0
 
 
 @pytest.mark.deep
@@ -262,7 +262,7 @@ def test_refuses_what_writes_into_its_argument(monkeypatch):
 
 def test_refuses_endless_recompilation(monkeypatch):
     """Where each layer needs a graph of its own the limit is a refusal, not a log line."""
-    monkeypatch.setattr(fuse_file, "LIMIT", 2)
+    monkeypatch.setattr(fuse_file, "MAX_GRAPHS", 2)
     modules = [Numbered(number) for number in (3, 5, 7)]
     for module in modules:
         fuse(module)

@@ -15,7 +15,7 @@ import schedlang
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.simulate.gains import gained
+from schedlang.passes.simulate.kernel_gains import count_step_gains
 from tests.proofs import planned
 from tests.tiers import thinned
 
@@ -55,7 +55,7 @@ def test_it_is_refused_by_proofs_and_programs(threads: Any) -> None:
         sch.build(batch=batch())
     with pytest.raises(Refusal, match="S888"):
         sch.build().train_step(batch())
-    assert gained(planned(Net(), "up  decompose(bias)"), batch()) == ()
+    assert count_step_gains(planned(Net(), "up  decompose(bias)"), batch()) == ()
 
 
 @pytest.mark.parametrize("verb", thinned(["check", "run", "verify", "plan"], 4))

@@ -12,14 +12,14 @@ from schedlang.kernels.check import _idle, run_kernel_check
 from schedlang.kernels.gated import (
     ACTIVATIONS,
     Case,
-    gated,
     gated_backward,
     gated_forward,
-    packed,
+    gated_product,
+    packed_gated_product,
     reference,
 )
 from schedlang.runtime.kernel_injection import gated_mlp
-from schedlang.runtime.kernel_injection.gated_mlp import Gated, probe_gated
+from schedlang.runtime.kernel_injection.gated_mlp import GatedForm, probe_gated
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
@@ -47,9 +47,9 @@ def test_operators_equal_autograd_of_the_reference(act):
     left, right = both.chunk(2, -1)
     grad = torch.randn(3, 4, 5, dtype=torch.float64)
     for ours, plain in [
-        (gated(left, right, act), reference(left, right, act)),
-        (packed(both, act), reference(left, right, act)),
-        (packed(both, act, gate_first=False), reference(right, left, act)),
+        (gated_product(left, right, act), reference(left, right, act)),
+        (packed_gated_product(both, act), reference(left, right, act)),
+        (packed_gated_product(both, act, gate_first=False), reference(right, left, act)),
     ]:
         assert torch.equal(ours, plain)
         pair = [torch.autograd.grad(y, both, grad, retain_graph=True)[0] for y in (ours, plain)]
@@ -65,7 +65,7 @@ def test_opcheck_and_one_graph():
     torch.library.opcheck(gated_backward, (apart[0], *apart, "gelu", 1))
     torch.library.opcheck(gated_forward, (both, None, "silu", 1))
     torch.library.opcheck(gated_backward, (apart[0], both.detach(), None, "gelu", 0))
-    loss = lambda x: packed(x * 2, "gelu_tanh").square().sum()  # noqa: E731
+    loss = lambda x: packed_gated_product(x * 2, "gelu_tanh").square().sum()  # noqa: E731
     whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
     pair = [torch.autograd.grad(f(both), both)[0] for f in (loss, whole)]
     torch.testing.assert_close(*pair)
@@ -107,14 +107,14 @@ def test_names_every_part(form, expected, size, monkeypatch):
     _sized(size, monkeypatch)
     with torch.device("meta"):
         module = Mlp(form)
-    assert probe_gated(module) == Gated(expected[0], expected[1], "three", expected[2], 8)
+    assert probe_gated(module) == GatedForm(expected[0], expected[1], "three", expected[2], 8)
 
 
 def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small module be judged as a wide one is."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
-        monkeypatch.setattr(probe, "_DRAWN", 11)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
+        monkeypatch.setattr(probe, "_DISTINCT", 11)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def product(m, x):
 def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
     """A dropout, as T5's, or a norm, as BitNet's, before the last projection; it stays a module."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
     module = Passing(more, lambda m, x: m.three(m.more(product(m, x)))).double()
     found = match(module, "gated")
-    assert found == Gated("one", "two", "three", "silu", 8, between="more")
+    assert found == GatedForm("one", "two", "three", "silu", 8, between="more")
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     leaves, outcomes = [x, *module.parameters()], []
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
 def test_a_child_in_another_place_is_refused(more, form, size, monkeypatch):
     """What goes through it elsewhere, or with its gradient cut, is no gated MLP."""
     if size == "wide":
-        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE_WEIGHT", 0)
     found = match(Passing(more, form), "gated")
     assert "differ" in found.reason or "projections" in found.reason, found
 
@@ -220,7 +220,9 @@ def test_gated_mlps_of_transformers_with_more_inside():
         first = t5.T5DenseGatedActDense(config)
         second = bitnet.BitNetMLP(bitnet.BitNetConfig(hidden_size=16, intermediate_size=24))
     assert config.dropout_rate > 0
-    assert match(first, "gated") == Gated("wi_0", "wi_1", "wo", "gelu_tanh", 24, between="dropout")
+    assert match(first, "gated") == GatedForm(
+        "wi_0", "wi_1", "wo", "gelu_tanh", 24, between="dropout"
+    )
     found = match(second, "gated")
     assert (found.act, found.between) == (second.config.hidden_act, "ffn_sub_norm")
 
@@ -274,7 +276,7 @@ def test_a_region_compiles_around_it():
     """An unmodified MLP with the kernel in it is one graph."""
     mlp = models.llama(1).model.layers[0].mlp
     found = match(mlp, "gated")
-    assert found == Gated("gate_proj", "up_proj", "down_proj", "silu", 24)
+    assert found == GatedForm("gate_proj", "up_proj", "down_proj", "silu", 24)
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     expected = mlp(x)
     replace(mlp, found)

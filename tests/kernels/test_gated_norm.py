@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.kernels.device import runs
-from schedlang.kernels.norm import Form, backward_of, forward_of, reference
-from schedlang.kernels.norm_probes import Norm
+from schedlang.kernels.kernel_device import backend_runs
+from schedlang.kernels.norm import Form, reference, reference_backward, reference_forward
+from schedlang.kernels.norm_probes import NormForm
 from schedlang.kernels.probe import Mismatch
+from schedlang.runtime.declined_calls import declined_in
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.left import left_in
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.engine import Threads
 from tests.kernels.test_norm_kernels import GATES
@@ -78,7 +78,7 @@ def test_names_every_form(form: Callable[..., Tensor], told: Form, device: str) 
     """What gates, where, and over which parts of a row is found by behaviour."""
     with torch.device(device):
         module = Gated(form)
-    assert match(module, "rms_norm") == Norm(24, "gain", None, told, ("rows", "lever"))
+    assert match(module, "rms_norm") == NormForm(24, "gain", None, told, ("rows", "lever"))
     other = match(module, "layer_norm")
     assert isinstance(other, Mismatch) and "`replace_kernel(rms_norm)` fits" in other.reason
 
@@ -139,7 +139,7 @@ def test_a_module_with_the_kernel_gives_what_it_gave(
             for a, b in zip(*both, strict=True):
                 # the module's own casts to float32 stay casts
                 assert (a - b).norm() <= 1e-6 * b.norm()
-    assert not left_in(module)
+    assert not declined_in(module)
 
 
 def test_a_call_without_a_gate_is_the_modules_own() -> None:
@@ -149,8 +149,8 @@ def test_a_call_without_a_gate_is_the_modules_own() -> None:
     assert torch.equal(module(x), Gated(before)(x))
     gate = torch.randn(3, 24)
     assert torch.equal(module(x, gate), Gated(before)(x, gate))
-    (left,) = left_in(module)
-    assert left.calls == 2 and "a gate of the shape of the input" in left.why
+    (left,) = declined_in(module)
+    assert left.calls == 2 and "a gate of the shape of the input" in left.reason
 
 
 def test_the_references_of_both_ways_agree_on_half_precision() -> None:
@@ -159,8 +159,8 @@ def test_the_references_of_both_ways_agree_on_half_precision() -> None:
         x, gate, weight = leaves(torch.bfloat16, 64, 48)
         y = reference(x, weight, None, form, gate)
         by = torch.randn_like(y)
-        _, _, rstd = forward_of(x, gate, weight, None, form)
-        dx, dweight, _, dgate = backward_of(by, x, gate, weight, None, rstd, form)
+        _, _, rstd = reference_forward(x, gate, weight, None, form)
+        dx, dweight, _, dgate = reference_backward(by, x, gate, weight, None, rstd, form)
         for a, b in zip(
             (dx, dgate, dweight), torch.autograd.grad(y, (x, gate, weight), by), strict=True
         ):
@@ -198,7 +198,7 @@ def mamba(layers: int = 2) -> nn.Module:
 
 def outcome(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
     """Logits, loss and every gradient, in float64 throughout."""
-    with ambient(Float64):
+    with enter_modes(Float64):
         out: Any = model(**batch)
         out.loss.backward()
     return [out.logits.detach(), out.loss.detach(), *(p.grad for p in model.parameters())]  # type: ignore[misc]
@@ -212,10 +212,10 @@ def test_a_model_with_the_kernel_is_the_model() -> None:
     assert len(norms) == 2
     for each in norms:
         replace(each, match(each, "rms_norm"))  # type: ignore[arg-type]
-    before = runs()["reference"]
+    before = backend_runs()["reference"]
     for a, b in zip(outcome(model, batch), expected, strict=True):
         assert (a - b).norm() <= 1e-12 * (b.norm() + 1e-3)
-    assert runs()["reference"] == before + 4 and not left_in(model)
+    assert backend_runs()["reference"] == before + 4 and not declined_in(model)
 
 
 @pytest.mark.deep

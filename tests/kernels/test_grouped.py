@@ -13,13 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import check_case
-from schedlang.kernels.device import runs
-from schedlang.kernels.grouped import Case, grouped
+from schedlang.kernels.grouped import Case, grouped_product
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel_injection.expert_kernel import GroupedForm, Matrix, Middle
+from schedlang.runtime.kernel_injection.expert_kernel import (
+    ExpertActivation,
+    ExpertMatrix,
+    GroupedForm,
+)
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused, static_holds
 
@@ -78,7 +82,7 @@ def test_the_operator_is_whole() -> None:
         torch.ops.schedlang.grouped_forward.default, (x, weight, ends, True)
     )
     assert set(result.values()) == {"SUCCESS"}
-    assert torch.autograd.gradcheck(lambda *two: grouped(*two, ends, True), (x, weight))
+    assert torch.autograd.gradcheck(lambda *two: grouped_product(*two, ends, True), (x, weight))
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -87,7 +91,7 @@ def test_each_half_of_a_backward_makes_its_own(across: bool) -> None:
     sizes = (3, 5, 4) if across else (3, 4, 5)
     x, weight = (torch.randn(*s, dtype=torch.double, requires_grad=True) for s in ((6, 4), sizes))
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
-    y = grouped(x * 1, weight * 1, ends, across).square().sum()
+    y = grouped_product(x * 1, weight * 1, ends, across).square().sum()
     expected = torch.autograd.grad(y, (x, weight), retain_graph=True)
     for leaf, grad in zip((x, weight), expected, strict=True):
         with FlopCounterMode(display=False) as counted:
@@ -154,9 +158,9 @@ FORMS = {
         dict(one=(10, 6), two=(10, 6), down=(6, 10)),
         _apart,
         GroupedForm(
-            (Matrix("one", None, True), Matrix("two", None, True)),
-            Middle("gelu", "apart"),
-            Matrix("down", None, True),
+            (ExpertMatrix("one", None, True), ExpertMatrix("two", None, True)),
+            ExpertActivation("gelu", "apart"),
+            ExpertMatrix("down", None, True),
             (4, 6, 10),
         ),
     ),
@@ -164,9 +168,9 @@ FORMS = {
         dict(up=(6, 20), bias=(20,), down=(10, 6)),
         _in_turn,
         GroupedForm(
-            (Matrix("up", "bias", False),),
-            Middle("silu", "in turn"),
-            Matrix("down", None, False),
+            (ExpertMatrix("up", "bias", False),),
+            ExpertActivation("silu", "in turn"),
+            ExpertMatrix("down", None, False),
             (4, 6, 20),
         ),
     ),
@@ -174,9 +178,9 @@ FORMS = {
         dict(up=(10, 6), down=(10, 6)),
         _plain,
         GroupedForm(
-            (Matrix("up", None, True),),
-            Middle("act", "", True),
-            Matrix("down", None, False),
+            (ExpertMatrix("up", None, True),),
+            ExpertActivation("act", "", True),
+            ExpertMatrix("down", None, False),
             (4, 6, 10),
         ),
     ),
@@ -207,7 +211,7 @@ def test_what_is_no_such_module_is_refused() -> None:
 
 def _results(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     model.zero_grad()
-    with FlopCounterMode(display=False) as flops, ambient(Float64):
+    with FlopCounterMode(display=False) as flops, enter_modes(Float64):
         model(**batch)["loss"].backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, (
         flops.get_total_flops()
@@ -220,9 +224,9 @@ def test_no_row_is_padded() -> None:
     plain, counted = _results(copy.deepcopy(model), batch)
     experts = model.layers[0].experts  # type: ignore[union-attr, index]
     replace(experts, match(experts, "grouped"))
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     found, again = _results(model, batch)
-    assert runs()["reference"] == before + 6  # two products and a gate, both ways
+    assert backend_runs()["reference"] == before + 6  # two products and a gate, both ways
     assert again == counted
     for name, grad in plain.items():
         assert (found[name] - grad).norm() <= 1e-12 * (grad.norm() + 1e-3), name

@@ -77,7 +77,7 @@ def test_logits_stay_right_for_whoever_asks():
     assert isinstance(logits, LazyLogits)
     loss = F.cross_entropy(logits, LABELS)
     loss.backward(retain_graph=True)
-    torch.testing.assert_close(logits.whole(), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits.full(), expected, rtol=1e-12, atol=1e-12)
     once = [leaf.grad.clone() for leaf in (x, *module.parameters())]
     loss.backward()
     for leaf, grad in zip((x, *module.parameters()), once):

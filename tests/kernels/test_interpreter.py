@@ -17,9 +17,9 @@ import torch, triton
 import triton.language as tl
 
 if sys.argv[1] == "patched":
-    from schedlang.kernels.interpreter import install
-    install()
-    install()
+    from schedlang.kernels.interpreter import patch_interpreter
+    patch_interpreter()
+    patch_interpreter()
 
 @triton.jit
 def arithmetic(a, b, out, size: tl.constexpr):
@@ -100,11 +100,11 @@ def test_plain_interpreter_does_not(tmp_path):
 
 def test_rounding_is_torch_s():
     """Every kind of float32 narrows to the bfloat16 that torch gives; widening is exact."""
-    from schedlang.kernels.interpreter import narrow, widen
+    from schedlang.kernels.interpreter import bfloat16_to_float32, float32_to_bfloat16
 
     bits = torch.randint(-(2**31), 2**31, (20000,), generator=torch.Generator().manual_seed(0))
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, 3.4e38, 1e-45]
     values = torch.cat([bits.int().view(torch.float32), torch.tensor(special)])
-    ours = torch.from_numpy(widen(narrow(values.numpy())))
+    ours = torch.from_numpy(bfloat16_to_float32(float32_to_bfloat16(values.numpy())))
     theirs = values.bfloat16().float()
     assert ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()

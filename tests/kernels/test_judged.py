@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.probe import Mismatch, judged, seen, watched
+from schedlang.kernels.probe import Mismatch, module_key, probe_once, record_position_reads
 from tests.kernels.test_gated import Mlp
 
 
@@ -56,7 +56,7 @@ def test_equal_modules_are_judged_once(reads: Any) -> None:
         return copy.copy(module)(x)
 
     layers = [Layer(place, reads) for place in range(3)]
-    found = [judged(layer, probe, known, "test") for layer in layers for _ in range(2)]
+    found = [probe_once(layer, probe, known, "test") for layer in layers for _ in range(2)]
     assert len({id(one) for one in found}) == (1 if reads is None else 3)
     assert real == ([] if reads is None else layers)  # what reads its place is asked as it is
     assert all(torch.equal(one, layer(x)) for one, layer in zip(found[::2], layers))
@@ -71,14 +71,14 @@ def test_a_mismatch_is_the_modules_own() -> None:
         return Mismatch("never fits")
 
     known: dict[Any, Any] = {}
-    assert isinstance(judged(Layer(0), probe, known, "test"), Mismatch)
+    assert isinstance(probe_once(Layer(0), probe, known, "test"), Mismatch)
     assert asked == [False, True]
 
 
 def test_a_twin_is_the_module() -> None:
     """It has the module's class, parameters and answers, inside of others too, and notes alone."""
     whole = nn.Sequential(Layer(0), Layer(1))
-    twin, read = watched(whole)
+    twin, read = record_position_reads(whole)
     assert [type(part).__name__ for part in twin] == ["Layer", "Layer"]
     assert all(a is b for a, b in zip(whole.parameters(), twin.parameters(), strict=True))
     x = torch.randn(2, 4)
@@ -150,5 +150,5 @@ def test_ties_and_hooks_count() -> None:
     tied.up.weight = tied.gate.weight
     shared.up = shared.gate
     hooked.act.register_forward_hook(lambda module, args, out: 2 * out)
-    keys = [seen(one) for one in (plain, tied, shared, hooked)]
-    assert len(set(keys)) == 4 and seen(Chosen(nn.SiLU())) == keys[0]
+    keys = [module_key(one) for one in (plain, tied, shared, hooked)]
+    assert len(set(keys)) == 4 and module_key(Chosen(nn.SiLU())) == keys[0]

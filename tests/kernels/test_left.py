@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import schedlang
 from schedlang.diagnostics.codes import WARNINGS
-from schedlang.passes.lower.train import Course, train
+from schedlang.passes.lower.train import TrainingRun, train
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
+from schedlang.runtime.declined_calls import declined_in
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.left import left_in
 from tests.models import Stack
 from tests.proofs import planned
 
@@ -54,22 +54,22 @@ def test_rope_tells_shapes_and_reasons() -> None:
     replace(own, match(own, "rope"))  # type: ignore[arg-type]
     q, k, cos, sin = drawn(own_form())
     own(q, k, cos, sin)
-    assert left_in(own) == ()
+    assert declined_in(own) == ()
     twin = copy.deepcopy(own)
     for _ in range(2):
         own(q, k, cos[:1].expand(2, 3, 6)[:, :, None].transpose(1, 2)[:, 0], sin)
-    assert left_in(own) == ()  # whatever lies in memory otherwise is taken
+    assert declined_in(own) == ()  # whatever lies in memory otherwise is taken
     for tokens in (3, 3):
         with torch.no_grad():
             own(q[:, :, :tokens], k[:, :, :tokens], cos[:1, :1], sin[:1, :1])
-    (found,) = left_in(own)
+    (found,) = declined_in(own)
     assert (found.kernel, found.sites, found.calls) == ("rope", ("",), 2)
-    assert found.why == "cosines and sines must have the same shape, with all tokens"
-    assert found.given.startswith("q [2, 4, 3, 6], k [2, 2, 3, 6], cos [1, 1, 6]")
-    assert left_in(twin) == ()
+    assert found.reason == "cosines and sines must have the same shape, with all tokens"
+    assert found.first_arguments.startswith("q [2, 4, 3, 6], k [2, 2, 3, 6], cos [1, 1, 6]")
+    assert declined_in(twin) == ()
     with torch.no_grad():
         twin(q, k, cos[:1, :1], sin[:1, :1])
-    assert left_in(twin)[0].calls == 1 and left_in(own)[0].calls == 2
+    assert declined_in(twin)[0].calls == 1 and declined_in(own)[0].calls == 2
 
 
 def own_form() -> Any:
@@ -88,7 +88,7 @@ def test_a_norm_of_its_own_is_told_by_everyone(threads: Any) -> None:
     report = prove(Case(plan, (BATCH,) * 3), pool=threads)
     facts = [value for name, value in report.facts if name == "W703"]
     assert len(facts) == 1 and "`layers.1`" in facts[0] and WHY in facts[0]
-    course = Course(plan, lambda seed: BATCH, steps=1)
+    course = TrainingRun(plan, lambda seed: BATCH, steps=1)
     (one,) = threads.run(train, 1, course)[0].left
     assert one.sites == ("layers.1",) and one.calls == 1 and one.why == WHY
 
@@ -122,11 +122,11 @@ def test_sums_that_are_not_of_one_shape_or_too_long() -> None:
     expected = layer(x)
     replace(layer, match(layer, "add_norm"))  # type: ignore[arg-type]
     torch.testing.assert_close(layer(x), expected)
-    assert left_in(layer)[0].why == "it adds two tensors of the same shape"
+    assert declined_in(layer)[0].reason == "it adds two tensors of the same shape"
     norm = nn.RMSNorm(16400, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
     norm(torch.ones(1, 16400))
-    assert left_in(norm)[0].why == "its rows have at most 16384 elements"
+    assert declined_in(norm)[0].reason == "its rows have at most 16384 elements"
 
 
 class Seen(nn.Module):
@@ -163,15 +163,15 @@ def test_masks_that_are_no_window_are_told() -> None:
     plain, odd = (attending(Seen(mask), "flash_attention") for mask in (causal, holed))
     twin = copy.deepcopy(odd)
     plain(x), odd(x), odd(x)
-    assert left_in(plain) == () and left_in(twin) == ()
-    (found,) = left_in(odd)
-    assert (found.kernel, found.calls, found.why) == ("flash_attention", 2, NO_WINDOW)
-    assert found.given == "q [2, 2, 6, 4], k [2, 2, 6, 4], mask [1, 1, 6, 6]"
+    assert declined_in(plain) == () and declined_in(twin) == ()
+    (found,) = declined_in(odd)
+    assert (found.kernel, found.calls, found.reason) == ("flash_attention", 2, NO_WINDOW)
+    assert found.first_arguments == "q [2, 2, 6, 4], k [2, 2, 6, 4], mask [1, 1, 6, 6]"
     twin(x)
-    assert left_in(twin)[0].calls == 1 and left_in(odd)[0].calls == 2
+    assert declined_in(twin)[0].calls == 1 and declined_in(odd)[0].calls == 2
     other = attending(Seen(holed), "flex_attention")
     other(x)
-    assert left_in(other) == ()
+    assert declined_in(other) == ()
 
 
 def test_masks_of_a_model_that_are_no_window_are_told() -> None:
@@ -182,6 +182,6 @@ def test_masks_of_a_model_that_are_no_window_are_told() -> None:
     model = build("Llama", "sdpa")
     attention = attending(model.model.layers[0].self_attn, "flash_attention")
     gradients(model)
-    assert left_in(attention) == ()
+    assert declined_in(attention) == ()
     gradients(model, padded=True)
-    assert [(one.why, one.calls) for one in left_in(attention)] == [(NO_WINDOW, 1)]
+    assert [(one.reason, one.calls) for one in declined_in(attention)] == [(NO_WINDOW, 1)]

@@ -15,7 +15,7 @@ from schedlang.kernels.linear_cross_entropy import (
     linear_statistics_forward,
     linear_weighed,
     statistics,
-    weighed,
+    weighted_loss,
 )
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.kernel import match, replace
@@ -100,9 +100,9 @@ def _without_a_class(z):
 def test_losses_of_lazy_logits(name, monkeypatch):
     """Loss and gradients are torch's, in chunks of three rows; computed whole only if they must."""
     computed = []
-    plain = LazyLogits.whole
+    plain = LazyLogits.full
     noting = lambda self: [computed.append(self.real is None), plain(self)][1]  # noqa: E731
-    monkeypatch.setattr(LazyLogits, "whole", noting)
+    monkeypatch.setattr(LazyLogits, "full", noting)
     loss = (LOSSES | WHOLE)[name]
     x, weight, bias = given()
     expected = loss(F.linear(x, weight, bias))
@@ -159,7 +159,7 @@ def test_compiles_as_one_graph():
     by = torch.rand(10)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        first = weighed(x, weight, bias, LABELS.clamp_min(-1), by, 0.1, Form())
+        first = weighted_loss(x, weight, bias, LABELS.clamp_min(-1), by, 0.1, Form())
         return first + statistics(x, weight, bias, LABELS.clamp_min(-1), Form(cap=2.0))[0].mean()
 
     whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -240,11 +240,30 @@ def test_what_is_no_head_is_told():
     assert "differs from a linear layer" in found.reason and found.error > 0.1
 
 
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ("lm_head replace_kernel(linear_cross_entropy)", "hook on gradients"),
+        ("lm_head replace_kernel(cross_entropy)", "hook on gradients"),
+        ("lm_head shard(vocab, over=tp)", "hook on gradients"),
+        ("lm_head replace_kernel(cross_entropy)", "computes its weight from `weight_orig`"),
+    ],
+)
+def test_heads_whose_gradients_or_weights_are_made_elsewhere(row, said):
+    """A backward hook of a head would not run; a weight that a hook computes would stand still."""
+    model = models.llama(1)
+    if "hook" in said:
+        model.lm_head.register_full_backward_hook(lambda *unused: None)
+    else:
+        nn.utils.spectral_norm(model.lm_head)
+    assert said in " ".join(refused(model, row, "tp=2" if "tp" in row else "").split())
+
+
 def test_the_last_backward_writes_over_what_was_saved():
     """A gradient that forward made is not held twice; a graph that is kept gives it twice."""
     x, weight, _ = given(torch.float32)
     labels, by = LABELS.clamp_min(-1), torch.arange(10) / 10 * (LABELS >= 0)
-    loss = weighed(x, weight, None, labels, by, 0.0, Form())
+    loss = weighted_loss(x, weight, None, labels, by, 0.0, Form())
     saved = [one.data_ptr() for one in loss.grad_fn.saved_tensors]
     leaves = (x, weight)
     twice = [torch.autograd.grad(3 * loss, leaves, retain_graph=True) for _ in range(2)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from schedlang.kernels import liger
 from schedlang.kernels.check import check_case
-from schedlang.kernels.device import runs
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.kernel_injection.kernel import cases_of, match, replace
 from tests import models
@@ -48,11 +48,11 @@ def test_the_library_is_called_where_it_runs(fake: None, monkeypatch: pytest.Mon
         x = torch.randn(3, 12, requires_grad=True)
         expected = module(x)
         (grad,) = torch.autograd.grad(expected.square().sum(), x)
-        before = runs().get("liger", 0)
+        before = backend_runs().get("liger", 0)
         replace(module, found)
         assert kernels_of(module) == (kernel,)
         y = module(x)
-        assert runs()["liger"] == before + 1
+        assert backend_runs()["liger"] == before + 1
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], grad)
         checks = [check_case(case, "cpu") for case in cases_of(found)]

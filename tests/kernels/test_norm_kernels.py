@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.kernels.check import compare, run_kernel_check
-from schedlang.kernels.device import runs
+from schedlang.kernels.check import compare_tensor, run_kernel_check
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.kernels.norm import (
     Case,
     Form,
@@ -133,7 +133,7 @@ def test_rule_rejects_wrong_norms() -> None:
     weight = torch.linspace(0.5, 1.5, 64)
     exact = rms(x.double(), weight.double())
     eager = rms(x, weight)
-    assert compare("eager", eager, eager, exact).ok
+    assert compare_tensor("eager", eager, eager, exact).ok
     wrong = {
         "eps": rms(x, weight, 1e-5),
         "offset": rms(x, weight, 1e-6, 1.0),
@@ -142,16 +142,16 @@ def test_rule_rejects_wrong_norms() -> None:
         "unwritten": eager.masked_fill(torch.arange(64) == 63, float("nan")),
     }
     for name, out in wrong.items():
-        assert not compare(name, out, eager, exact).ok, name
+        assert not compare_tensor(name, out, eager, exact).ok, name
 
 
 def test_rule_wants_the_same_infinities() -> None:
     """Where the truth is NaN or infinite, so must the output be, and nowhere else."""
     exact = torch.tensor([1.0, float("inf"), float("nan")], dtype=torch.float64)
     same = exact.float()
-    assert compare("same", same, same, exact).ok
-    assert not compare("negated", -same, same, exact).ok
-    assert not compare("finite", torch.ones(3), same, exact).ok
+    assert compare_tensor("same", same, same, exact).ok
+    assert not compare_tensor("negated", -same, same, exact).ok
+    assert not compare_tensor("finite", torch.ones(3), same, exact).ok
 
 
 def leaves(dtype: torch.dtype, *shape: int, bias: bool = True) -> tuple[Tensor, Tensor, Any]:
@@ -340,10 +340,10 @@ def test_default_eps_is_torch_s() -> None:
 def test_one_launch_each_way(form: Form) -> None:
     """Of a forward and its backward two operators run; without a GPU or the interpreter the ledger
     says that the reference did, not the kernel."""
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     x, weight, _ = leaves(torch.float64, 2, 6)
     norm(x, weight, None, form, gate_of(form, x)).sum().backward()
-    assert runs()["reference"] == before + 2
+    assert backend_runs()["reference"] == before + 2
 
 
 @pytest.mark.parametrize(("form", "kept"), [(RMS[0], [4, 12, 48]), (GATES[0], [12, 12, 48, 48])])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import schedlang
-from schedlang.kernels.device import runs
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
@@ -105,7 +105,7 @@ def trained(model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]
     out = call(**batch)
     loss, logits = out["loss"], out["logits"]
     grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=False)
-    whole = logits.whole() if isinstance(logits, LazyLogits) else logits
+    whole = logits.full() if isinstance(logits, LazyLogits) else logits
     return [loss.detach(), whole.detach(), *grads]
 
 
@@ -139,10 +139,10 @@ def test_a_model_is_one_graph_for_all_sizes(head: str, again: bool) -> None:
         torch._dynamo.reset()
         counters.clear()
         call = compiled(one)
-        before = sum(runs().values())
+        before = sum(backend_runs().values())
         for size, plain in zip(SIZES, expected):
             close(trained(one, call, words(*size)), plain)
-        found.append((counters["stats"]["unique_graphs"], sum(runs().values()) - before))
+        found.append((counters["stats"]["unique_graphs"], sum(backend_runs().values()) - before))
     (graphs, none), (taken, ran) = found
     assert taken == graphs and none == 0
     layers = len(model.layers) * (3 if again else 2)
@@ -170,9 +170,9 @@ def test_equal_layers_are_one_graph() -> None:
     layers[5].second.register_forward_hook(lambda *_: seen.append(1))
     for layer in layers:
         layer.compile(fullgraph=True, backend="aot_eager")
-    before = sum(runs().values())
+    before = sum(backend_runs().values())
     close(run(), expected, 1e-11)
-    assert sum(runs().values()) - before == 11 * 2
+    assert sum(backend_runs().values()) - before == 11 * 2
     assert counters["stats"]["unique_graphs"] <= 3
 
 
@@ -214,7 +214,7 @@ def test_logits_come_out_of_a_graph(head: str) -> None:
     put(layer, head, "")
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     made = call(x)
-    assert isinstance(made, LazyLogits) and made.real is None and made.shape == (4, WORDS)
+    assert isinstance(made, LazyLogits) and made.computed is None and made.shape == (4, WORDS)
     close(run(call), expected)
 
 
@@ -273,9 +273,9 @@ def test_a_loss_that_is_a_module(kernel: str) -> None:
     expected = run(whole)
     if kernel:
         put(layer, kernel, "")
-    before = sum(runs().values())
+    before = sum(backend_runs().values())
     close(run(torch.compile(whole, fullgraph=True, backend="aot_eager")), expected)
-    assert (sum(runs().values()) > before) == bool(kernel)
+    assert (sum(backend_runs().values()) > before) == bool(kernel)
 
 
 SITES: Mapping[str, Mapping[str, str]] = {

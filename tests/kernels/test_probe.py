@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from schedlang.kernels.norm import Form
-from schedlang.kernels.norm_probes import Norm, probe_norm
+from schedlang.kernels.norm_probes import NormForm, probe_norm
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 
 
 class Rms(nn.Module):
@@ -54,13 +54,13 @@ def test_names_every_form(form, offset, eps, rounding, device):
     """Offset, eps and rounding order are found by behaviour, with or without real parameters."""
     with torch.device(device):
         module = Rms(24, form)
-    assert probe_norm(module) == Norm(24, "gain", None, Form(False, eps, offset, rounding))
+    assert probe_norm(module) == NormForm(24, "gain", None, Form(False, eps, offset, rounding))
 
 
 def test_layer_norm():
     """LayerNorm is told from RMSNorm, its bias found by what it does."""
     found = probe_norm(nn.LayerNorm(12, eps=1e-12))
-    assert found == Norm(12, "weight", "bias", Form(True, 1e-12))
+    assert found == NormForm(12, "weight", "bias", Form(True, 1e-12))
     assert probe_norm(nn.LayerNorm(12, bias=False)).bias is None
 
 
@@ -74,7 +74,7 @@ def test_layer_norm():
 )
 def test_names_every_form_of_a_layer_norm(form, offset, rounding):
     """Cohere's without a bias, one that rounds before the weight, Nemotron's with one more."""
-    expected = Norm(24, "gain", None, Form(True, 1e-5, offset, rounding))
+    expected = NormForm(24, "gain", None, Form(True, 1e-5, offset, rounding))
     assert probe_norm(Rms(24, form)) == expected
 
 
@@ -156,7 +156,7 @@ def test_leaves_no_trace():
     module = nn.RMSNorm(8, eps=1e-6)
     module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
     state, before = torch.get_rng_state(), module.weight.clone()
-    assert isinstance(probe_norm(module), Norm)
+    assert isinstance(probe_norm(module), NormForm)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(module.weight, before) and module.weight.grad is None
     assert module.training
@@ -165,10 +165,10 @@ def test_leaves_no_trace():
 def test_the_modes_of_a_proof_change_nothing():
     """Under float64 everywhere, or on meta by default, the rounding order is found as without."""
     norm = Rms(24, lambda x, w: centred(x.float()).to(x.dtype) * w)
-    with ambient(Float64()), torch.device("meta"):
+    with enter_modes(Float64()), torch.device("meta"):
         found = match(norm, "layer_norm")
         assert torch.ones(1).is_meta and torch.get_default_dtype() == torch.float64
-    assert isinstance(found, Norm) and found.form.rounding == "early"
+    assert isinstance(found, NormForm) and found.form.rounding == "early"
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -178,5 +178,5 @@ def test_transformers_norms():
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
     with torch.device("meta"):
         first, second = llama.LlamaRMSNorm(16, eps=1e-5), gemma.GemmaRMSNorm(16)
-    assert probe_norm(first) == Norm(16, "weight", None, Form(False, 1e-5, rounding="early"))
-    assert probe_norm(second) == Norm(16, "weight", None, Form(offset=1.0))
+    assert probe_norm(first) == NormForm(16, "weight", None, Form(False, 1e-5, rounding="early"))
+    assert probe_norm(second) == NormForm(16, "weight", None, Form(offset=1.0))

@@ -12,14 +12,19 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
-from schedlang.language.patterns import read
+from schedlang.language.patterns import parse_pattern
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
-from schedlang.runtime.fusion.checked import check_fused
-from schedlang.runtime.fusion.dataflow import Looked, flow, given_of, imagined
-from schedlang.runtime.fusion.fuse import Told, fuse_pattern, unavailable
-from schedlang.runtime.fusion.rewrite import matches
+from schedlang.runtime.fusion.check_fused import check_fused
+from schedlang.runtime.fusion.dataflow import (
+    TraceDepth,
+    flow_arguments_of,
+    invented_arguments,
+    trace_flow,
+)
+from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern, why_unavailable
+from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import Schedule, create_schedule
 from tests.engine import Threads
 from tests.kernels.looking import regions_of
@@ -28,7 +33,9 @@ from tests.proofs import proven
 CLASSES = 11
 BIAS_GELU = "pattern bias_gelu(x, b) { gelu(x + b) }"
 ADD_NORM = "pattern add_norm(x, r, w, b) { layer_norm(dropout(x) + r, w, b) }"
-compiles = pytest.mark.skipif(unavailable() is not None, reason=f"no compiler: {unavailable()}")
+compiles = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"no compiler: {why_unavailable()}"
+)
 
 
 class Mid(nn.Module):
@@ -144,7 +151,7 @@ def test_compiled_once_for_equal_layers() -> None:
     torch.testing.assert_close(*drawn)  # logical masks, as on several ranks
     assert [region.graphs for region in set(regions)] == [1, 1]
     module = model.layers[0].out
-    fuse_pattern(module, Told(read(ADD_NORM), Looked()))
+    fuse_pattern(module, FuseRequest(parse_pattern(ADD_NORM), TraceDepth()))
     for one in check_fused(module, (torch.randn(3, 16), torch.randn(3, 8))):
         assert one.ok, one
 
@@ -165,8 +172,8 @@ class Flows(nn.Module):
 def count(pattern: str, body: Any) -> tuple[int, str]:
     """How often a pattern matches, and the nearest miss."""
     module = Flows(body)
-    graph = flow(module, imagined(module), Looked())
-    found, miss = matches(read(pattern), graph, module)
+    graph = trace_flow(module, invented_arguments(module), TraceDepth())
+    found, miss = find_matches(parse_pattern(pattern), graph, module)
     return len(found), miss.reason
 
 
@@ -290,7 +297,7 @@ def test_a_flow_that_depends_on_values_is_refused() -> None:
     """With the line of the model."""
     module = Flows(lambda m, x, y: x if x.sum() > 0 else y)
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
-        flow(module, imagined(module), Looked())
+        trace_flow(module, invented_arguments(module), TraceDepth())
     assert "test_regions.py" in refusal.value.render()
 
 
@@ -344,7 +351,7 @@ def test_what_a_child_may_leave_out_is_not_asked(asks: Any) -> None:
     """A stand-in is never None: the other branch of such a question would be followed."""
     module = _Asking(asks)
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
-        flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
+        trace_flow(module, invented_arguments(module), TraceDepth(calls=frozenset({"maybe"})))
     assert "returned by `maybe`, is None" in refusal.value.render()
 
 
@@ -396,20 +403,20 @@ def test_what_an_argument_holds_may_be_asked_unless_it_is_none(
 ) -> None:
     """A pair with a None in it has another flow than one without, and none if that is asked."""
     module = _Pair(asks)
-    without, whole = (given_of(module, (one,), {}) for one in (none, some))
+    without, whole = (flow_arguments_of(module, (one,), {}) for one in (none, some))
     assert without.key != whole.key
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
-        flow(module, without, Looked())
+        trace_flow(module, without, TraceDepth())
     assert "is None, as it is here" in refusal.value.render()
-    assert not [n for n in flow(module, whole, Looked()).nodes if "mul" in str(n.target)]
+    assert not [n for n in trace_flow(module, whole, TraceDepth()).nodes if "mul" in str(n.target)]
     asked = _Pair(_of_the_whole)
-    assert flow(asked, given_of(asked, ((X, None),), {}), Looked()) is not None
+    assert trace_flow(asked, flow_arguments_of(asked, ((X, None),), {}), TraceDepth()) is not None
 
 
 def test_what_a_child_may_leave_out_is_handed_on() -> None:
     """Arguments are known, and a value that nobody asks about may be None."""
     module = _Asking(_handed_on)
-    graph = flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
+    graph = trace_flow(module, invented_arguments(module), TraceDepth(calls=frozenset({"maybe"})))
     assert sum(node.op == "call_module" for node in graph.nodes) == 1
 
 

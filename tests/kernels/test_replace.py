@@ -15,7 +15,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.reduce_model.shrink import whole
+from schedlang.passes.reduce_model.shrink import plan_full_size
 from schedlang.schedule import create_schedule
 from tests import models
 from tests.engine import Threads
@@ -183,8 +183,8 @@ def test_a_child_that_is_taken_over_keeps_its_values() -> None:
 def test_a_reduced_model_knows_them_too() -> None:
     """What `--shrink` makes of the class is planned with what the model file told of the whole."""
     tree = parse(Source("rows.sched", f'schedule 1\nstep "all" {{\n{MLP}}}\n'))
-    full = whole(tree, Settings(), gpt2(Mine))
-    assert full.at(models.gpt2(1), {}).actions[0].sites == ("transformer.h.0.mlp",)
+    full = plan_full_size(tree, Settings(), gpt2(Mine))
+    assert full.plan_for(models.gpt2(1), {}).actions[0].sites == ("transformer.h.0.mlp",)
 
 
 class Less(nn.Module):

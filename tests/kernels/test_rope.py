@@ -10,12 +10,12 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
-from schedlang.kernels.device import runs
-from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
+from schedlang.kernels.kernel_device import backend_runs
+from schedlang.kernels.rope import Case, Form, reference, rope_turn, rotate
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.kernel_injection.rope import FusedRope, Rotary
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.kernel_injection.rope import FusedRope, RotaryForm
+from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.proofs import refused
 from tests.rows import HEADS, STAGES, llama_proven
@@ -60,7 +60,10 @@ def test_operator_equals_autograd_of_the_reference(name):
     form = FORMS[name]
     q, k, cos, sin = drawn(form)
     sides = []
-    for made in (rope(q, k, cos, sin, 4, form), [reference(x, cos, sin, 4, form) for x in (q, k)]):
+    for made in (
+        rotate(q, k, cos, sin, 4, form),
+        [reference(x, cos, sin, 4, form) for x in (q, k)],
+    ):
         loss = sum((y**3).sum() for y in made)
         first = torch.autograd.grad(loss, [q, k], create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), [q, k])
@@ -75,7 +78,7 @@ def test_opcheck_and_layout():
     options = (4, False, False, True, 1, True, False, False)
     torch.library.opcheck(rope_turn, (q, k, cos, sin, *options))
     torch.library.opcheck(rope_turn, (q, None, cos, sin, *options))
-    turned = rope(q.transpose(1, 2).contiguous().transpose(1, 2), k, cos, sin, 6, Form())[0]
+    turned = rotate(q.transpose(1, 2).contiguous().transpose(1, 2), k, cos, sin, 6, Form())[0]
     assert turned.stride() == (72, 6, 24, 1)
 
 
@@ -95,7 +98,7 @@ MODELS = {
 def gradients(model):
     model.zero_grad()
     ids = torch.arange(20).view(2, 10) % 32
-    with ambient(Float64):
+    with enter_modes(Float64):
         out = model(input_ids=ids, labels=ids)
         out.loss.backward()
     return {"logits": out.logits.detach(), **{n: p.grad for n, p in model.named_parameters()}}
@@ -121,12 +124,12 @@ def test_of_unmodified_models(name):
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     expected = gradients(model)
     found = match(attentions[0], "rope")
-    assert isinstance(found, Rotary) and found.rotations[0].form == form, found
+    assert isinstance(found, RotaryForm) and found.rotations[0].form == form, found
     replace(attentions[0], found)
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     seen = gradients(model)
     times = len(found.rotations[0].order) == 3  # a launch for the queries, one for the keys
-    assert runs()["reference"] == before + 2 * (1 + times)
+    assert backend_runs()["reference"] == before + 2 * (1 + times)
     top = max(e.norm() for e in expected.values() if e is not None)
     for key, value in expected.items():
         if value is not None:
@@ -190,7 +193,7 @@ def rough(q, k, cos, sin):
 )
 def test_refuses_what_only_resembles(monkeypatch, other, said):
     """Another sense of turning, a cut gradient, other roundings: each is a mismatch."""
-    assert isinstance(match(Own(), "rope"), Rotary)
+    assert isinstance(match(Own(), "rope"), RotaryForm)
     plain = turn
     monkeypatch.setitem(
         globals(), "turn", functools.wraps(other)(lambda *a, **k: _by(plain, other, *a, **k))
@@ -215,9 +218,9 @@ def test_what_the_kernel_does_not_take():
     q, k, cos, sin = drawn(Form())
     expected = turn(q, k, cos, sin)
     replace(own, match(own, "rope"))
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     torch.testing.assert_close(own(q, k, cos, sin), expected, rtol=1e-14, atol=0)
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
     with pytest.raises(RuntimeError):  # as the function does, of two angles for six numbers
         own(q, k, cos[..., :2], sin[..., :2])
     own(q, k, cos[:, :, None, :].expand(2, 3, 1, 6).transpose(1, 2)[:, 0], sin)
@@ -244,12 +247,12 @@ def test_forwards_with_decorators_and_one_graph():
     own, given = Decorated(), drawn(Form())
     expected = own(*given)
     replace(own, match(own, "rope"))
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     whole = torch.compile(own, fullgraph=True, backend="aot_eager")
     for made in (own(*given), whole(*given)):
         assert made[2] == "noted"
         torch.testing.assert_close(made[:2], expected[:2], rtol=1e-14, atol=0)
-    assert runs()["reference"] == before + 2
+    assert backend_runs()["reference"] == before + 2
 
 
 @pytest.mark.parametrize("unknown", [0, 2])
@@ -259,10 +262,10 @@ def test_sizes_that_are_symbols(unknown):
     expected = own(*given)
     replace(own, match(own, "rope"))
     torch._dynamo.maybe_mark_dynamic(given[unknown], 0)
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     made = torch.compile(own, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(made, expected, rtol=1e-14, atol=0)
-    assert runs()["reference"] == before + 1
+    assert backend_runs()["reference"] == before + 1
 
 
 ROWS = {

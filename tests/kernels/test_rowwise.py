@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.check import compare
-from schedlang.passes.simulate.gains import gains
-from schedlang.runtime.fusion.fuse import unavailable
-from schedlang.runtime.fusion.rewrite import compiled
-from schedlang.runtime.kernel_injection.gains import eager, scheduled
-from schedlang.runtime.kernel_injection.gains import generated as made_of
-from schedlang.runtime.rowwise_kernels import launch, operator
+from schedlang.kernels.check import compare_tensor
+from schedlang.passes.simulate.kernel_gains import count_gains
+from schedlang.runtime.fusion.fuse import why_unavailable
+from schedlang.runtime.fusion.rewrite import compile_region
+from schedlang.runtime.kernel_injection.fusion_gain import count_eager, count_scheduled
+from schedlang.runtime.kernel_injection.fusion_gain import count_generated as made_of
+from schedlang.runtime.rowwise_kernels import launch, rowwise_operator
 from schedlang.runtime.rowwise_kernels.chain import NotRowwise
-from schedlang.runtime.rowwise_kernels.launch import interpreted
-from schedlang.runtime.rowwise_kernels.operator import Sort, graphs, sorts_of
+from schedlang.runtime.rowwise_kernels.launch import run_for_device
+from schedlang.runtime.rowwise_kernels.rowwise_operator import (
+    TensorSignature,
+    signatures_of,
+    trace_graphs,
+)
 from tests.chains import CHAINS
 from tests.engine import Threads
 from tests.kernels.test_regions import BATCHES, TP, planned
@@ -46,8 +50,8 @@ def results(function: Callable[..., Any], given: list[Tensor]) -> list[Tensor]:
 
 
 def generated(name: str, function: Callable[..., Any], rounding: str, count: int) -> Any:
-    operator.declare(f"{name} {rounding}", function, rounding)
-    return lambda *given: operator.apply(f"{name} {rounding}", given, count)
+    rowwise_operator.declare_function(f"{name} {rounding}", function, rounding)
+    return lambda *given: rowwise_operator.apply_function(f"{name} {rounding}", given, count)
 
 
 def both(
@@ -66,7 +70,7 @@ BITWISE = ("rmsnorm", "add_rmsnorm", "swiglu", "geglu", "softmax")
 
 def test_bit_for_bit_what_eager_computes() -> None:
     """Rounded where eager rounds: results and gradients in bfloat16 are the very same bits."""
-    with interpreted("cpu"):
+    with run_for_device("cpu"):
         for name in BITWISE:
             for place, (fast, eager, _) in enumerate(zip(*both(name, "eager", torch.bfloat16))):
                 assert torch.equal(fast, eager), (name, place)
@@ -78,29 +82,29 @@ KINDS = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "ea
 @pytest.mark.parametrize("shape", [(5, 3, 33), pytest.param((1, 300), marks=pytest.mark.deep)])
 def test_as_right_as_eager(shape: tuple[int, ...]) -> None:
     """All chains, both roundings and types: errors against float64 within the rule for kernels."""
-    with interpreted("cpu"):
+    with run_for_device("cpu"):
         for name in CHAINS:
             for dtype, rounding in KINDS[: 2 if name in BITWISE else 3]:
                 for fast, eager, exact in zip(*both(name, rounding, dtype, shape)):
-                    one = compare(name, fast, eager, exact.double(), times=4.0)
+                    one = compare_tensor(name, fast, eager, exact.double(), times=4.0)
                     assert one.ok, (dtype, rounding, one)
 
 
 def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows longer than a program holds: the same results, from a text that loops over blocks."""
-    monkeypatch.setattr(launch, "LONGEST", 32)
+    monkeypatch.setattr(launch, "MAX_ROW", 32)
     monkeypatch.setattr(launch, "_BLOCK", 16)
-    with interpreted("cpu"):
+    with run_for_device("cpu"):
         for name in ("rmsnorm", "softmax", "layernorm"):
             function, kinds = CHAINS[name]
             given = drawn(kinds, torch.float32, (9, 45))
             count = len(results(function, given)) - len(given)
             fast = results(generated(f"long {name}", function, "fp32", count), given)
-            made = operator._regions[f"long {name} fp32"].made.values()
+            made = rowwise_operator._regions[f"long {name} fp32"].pairs.values()
             assert all("for start in range" in k.text for pair in made for k in pair.kernels)
             exact = results(function, [t.double() for t in given])
             for one, right, eager in zip(fast, exact, results(function, given)):
-                assert compare(name, one, eager, right, times=4.0).ok, name
+                assert compare_tensor(name, one, eager, right, times=4.0).ok, name
 
 
 @pytest.mark.parametrize(
@@ -126,12 +130,12 @@ def test_what_is_no_chain_is_named(
 ) -> None:
     """The operator that reduces over rows, and broadcasts that are none of rows or columns."""
     given = [torch.randn(shape) for shape in shapes]
-    sorts = sorts_of(given, [True] * len(given))
+    sorts = signatures_of(given, [True] * len(given))
     if not said:
-        assert operator.pair_of(function, sorts, "fp32").forward.chain.sums
+        assert rowwise_operator.make_pair(function, sorts, "fp32").forward.chain.sums
         return
     with pytest.raises(NotRowwise) as refused:
-        operator.pair_of(function, sorts, "fp32")
+        rowwise_operator.make_pair(function, sorts, "fp32")
     assert said in str(refused.value)
 
 
@@ -161,8 +165,8 @@ def test_chains_are_proven_on_several_ranks(
 ) -> None:
     """Split, recomputed and sliced, with dropout: in float64 it is the chains that run."""
     seen: list[Any] = []
-    plain = launch.evaluated
-    monkeypatch.setattr(launch, "evaluated", lambda *given: seen.append(1) or plain(*given))
+    plain = launch.evaluate_chain
+    monkeypatch.setattr(launch, "evaluate_chain", lambda *given: seen.append(1) or plain(*given))
     assert proven(threads, planned(f"{PROVEN}{rows}", mesh), BATCHES).ok and seen
 
 
@@ -177,7 +181,7 @@ def test_under_a_compiler() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(unavailable() is not None, reason=f"no compiler: {unavailable()}")
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"no compiler: {why_unavailable()}")
 def test_inductor_rounds_as_it_is_told() -> None:
     """With `rounding=eager` results in bfloat16 are eager's bits, with `fp32` they are not."""
     for name in ("add_rmsnorm", "swiglu"):
@@ -186,7 +190,7 @@ def test_inductor_rounds_as_it_is_told() -> None:
         for rounding in ("eager", "fp32"):
             torch._dynamo.reset()
             with torch.no_grad():
-                made = compiled(partial(function), lambda: None, rounding)(*given)
+                made = compile_region(partial(function), lambda: None, rounding)(*given)
             pairs = zip(
                 *((one,) if isinstance(one, Tensor) else one for one in (made, function(*given)))
             )
@@ -217,7 +221,7 @@ def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
 
 def test_what_is_gained_is_counted() -> None:
     """Before and after, by row and kind of module; a row that gains nothing is refused."""
-    one = gains(planned(PROVEN.partition("layers[1:]")[0]), BATCHES[0])
+    one = count_gains(planned(PROVEN.partition("layers[1:]")[0]), BATCHES[0])
     assert [g.sites for g in one] == [tuple(f"layers.{n}.mid" for n in range(3)), ("layers.0.out",)]
     gelu, norm = (g.gain for g in one)
     # x + b, gelu; backward: gelu's, the sum for b; fused: one kernel, and b's sum of its parts
@@ -227,7 +231,7 @@ def test_what_is_gained_is_counted() -> None:
     assert [text.count("def kernel(") for text in gelu.sources] == [1, 1]
     assert (norm.before.forward, norm.after.forward) == (3, 1)
     with pytest.raises(Refusal, match="gains nothing") as refusal:
-        gains(planned("layers.*.mid.act  fuse(backend=rowwise)"), BATCHES[0])
+        count_gains(planned("layers.*.mid.act  fuse(backend=rowwise)"), BATCHES[0])
     assert "S888" in refusal.value.render() and "2 kernels" in refusal.value.render()
 
 
@@ -238,12 +242,13 @@ def test_the_page_tells_the_counts() -> None:
     for name, (function, kinds) in CHAINS.items():
         size = 4096
         sorts = tuple(
-            Sort((size, size) if k == "m" else (size,), torch.bfloat16, "cpu", True) for k in kinds
+            TensorSignature((size, size) if k == "m" else (size,), torch.bfloat16, "cpu", True)
+            for k in kinds
         )
         with torch.device("meta"):
             given = [torch.empty(s.shape, dtype=s.dtype, requires_grad=True) for s in sorts]
-            counts = [eager(function, given, given)]
-        counts += [made_of(operator.pair_of(function, sorts, "eager"))]
-        counts += [scheduled(graphs(function, sorts))]
+            counts = [count_eager(function, given, given)]
+        counts += [made_of(rowwise_operator.make_pair(function, sorts, "eager"))]
+        counts += [count_scheduled(trace_graphs(function, sorts))]
         cells = (f"{c.forward} + {c.backward}, {c.bytes / 1e6:.0f} MB" for c in counts)
         assert f"| {name} | {' | '.join(cells)} |" in page, name

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.kernels.device import runs
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.kernels.looking import kernels_of
@@ -84,9 +84,9 @@ def test_in_a_module_that_calls_torch(order: tuple[str, str]) -> None:
     for each in found:
         replace(module, each)  # type: ignore[arg-type]
     assert kernels_of(module) == ("rope", "flex_attention")
-    before = runs().get("reference", 0)
+    before = backend_runs().get("reference", 0)
     made = module(x)
-    assert runs()["reference"] == before + 2
+    assert backend_runs()["reference"] == before + 2
     torch.testing.assert_close(made, expected, rtol=1e-13, atol=1e-14)
     (again,) = torch.autograd.grad(made.square().sum(), x)
     torch.testing.assert_close(again, slope, rtol=1e-12, atol=1e-13)

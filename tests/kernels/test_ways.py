@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.device import runs
+from schedlang.kernels.kernel_device import backend_runs
 from schedlang.passes.simulate.account import account
 from schedlang.primitives.replace_kernel import replace_kernel
 from schedlang.runtime.kernel_injection.kernel import match, replace
@@ -111,13 +111,13 @@ def test_every_kernel_under_every_way(kernel: str, way: str, fakes: None, thread
     rows, mesh = rows_of(kernel, way)
     try:
         plan = planned(model_for(kernel), rows, mesh)
-        before = sum(runs().values())
+        before = sum(backend_runs().values())
         proven(threads, plan, batches)
     except Refusal as refusal:
         assert refusal.diagnostics[0].code == REFUSED.get((kernel, way)), refusal.render()
         return
     assert (kernel, way) not in REFUSED
-    assert kernel == "sdpa" or sum(runs().values()) > before  # sdpa is torch's alone
+    assert kernel == "sdpa" or sum(backend_runs().values()) > before  # sdpa is torch's alone
     told = account(plan, batches[0], memory=True)
     assert told.memory is not None, told.notes
 
@@ -174,10 +174,10 @@ def test_every_kernel_in_one_graph(kernel: str, fakes: None) -> None:
     found = match(module, kernel)
     replace(module, found)  # type: ignore[arg-type]
     compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
-    before = sum(runs().values())
+    before = sum(backend_runs().values())
     for a, b in zip(results(module, compiled, given, loss), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert kernel in UNCOUNTED or sum(runs().values()) > before
+    assert kernel in UNCOUNTED or sum(backend_runs().values()) > before
 
 
 def test_the_menu_is_whole() -> None:

@@ -12,7 +12,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
 from schedlang.language.syntax import parse
-from schedlang.passes.elaborate import bases
+from schedlang.passes.elaborate import base_schedules
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings, State
 from schedlang.schedule import create_schedule, load
@@ -65,7 +65,7 @@ def test_a_used_file_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatc
         parsed.append(Path(source.name).name)
         return parse(source)
 
-    monkeypatch.setattr(bases, "parse", noting)
+    monkeypatch.setattr(base_schedules, "parse", noting)
     _run(folder, 'use "base.sched"\nuse "library.sched" as a\nuse "library.sched" as b\n')
     assert sorted(parsed) == ["base.sched", "library.sched"]
 

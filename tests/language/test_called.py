@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.lift import spelled
+from schedlang.language.lift import spell_in_python
 from tests.proofs import planned
 
 ROWS = (
@@ -86,4 +86,4 @@ def test_nothing_is_offered_where_nothing_is_held() -> None:
     with pytest.raises(Refusal) as caught:
         plan("empty", "cast(bf16)")
     assert caught.value.diagnostic.helps == ()
-    assert spelled("`pairs.*.*  cast(bf16)`") == '`sch["pairs.*.*"].cast("bf16")`'
+    assert spell_in_python("`pairs.*.*  cast(bf16)`") == '`sch["pairs.*.*"].cast("bf16")`'

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import SIGNS, conflicts, registry
-from schedlang.passes.elaborate.legality import meetings
+from schedlang.ir.primitive import SIGNS, registry, relation_of
+from schedlang.passes.elaborate.legality import find_site_pairs
 from tests import models
 from tests.language.test_primitives import ABOVE, NAMES, _axes, _relax, _row, _toy
 from tests.proofs import planned
@@ -134,9 +134,9 @@ def _hold_in_both_orders(make: Make, one: str, other: str) -> None:
         return  # stands on rows above it, which tests of its own have
     sites = [plan.actions[-1].sites for plan in alone if isinstance(plan, Plan) and plan.actions]
     assert isinstance(alone[0], Plan)
-    meet = len(sites) == 2 and any(meetings(alone[0], *sites))
+    meet = len(sites) == 2 and any(find_site_pairs(alone[0], *sites))
     found = {(a, b): _tried(make, a, b) for a, b in ((one, other), (other, one))}
-    told = {(a, b): conflicts(known[a], known[b]) for a, b in found}
+    told = {(a, b): relation_of(known[a], known[b]) for a, b in found}
     for pair, how in told.items():
         if how == "clash" and meet:
             assert isinstance(found[pair], str) and "S5" in found[pair], (pair, found[pair])
@@ -164,7 +164,7 @@ GPT2_PAIRS = list(combinations(GPT2, 2))
 
 def _commute(one: str, other: str) -> bool:
     a, b = registry()[one], registry()[other]
-    return {conflicts(a, b), conflicts(b, a)} == {"commute"}
+    return {relation_of(a, b), relation_of(b, a)} == {"commute"}
 
 
 def test_orders_on_gpt2() -> None:

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, find_closest
 from schedlang.diagnostics.source import Source, Span, python_span
 
 TEXT = """\
@@ -186,7 +186,7 @@ def test_python_place() -> None:
 )
 def test_closest(word: str, near: str | None) -> None:
     """One guess, and none below the similarity that makes it worth saying."""
-    assert closest(word, ["c_fc", "c_proj", "verify", "shard"]) == near
+    assert find_closest(word, ["c_fc", "c_proj", "verify", "shard"]) == near
 
 
 def test_what_is_wider_than_the_page() -> None:

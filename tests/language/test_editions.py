@@ -12,7 +12,7 @@ from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language import grammar
-from schedlang.language.grammar import Change, upgraded
+from schedlang.language.grammar import EditionChange, upgrade_source
 from schedlang.language.syntax import parse
 
 OLD = "# remat is a name here\n\nschedule 1 for Net\n\nlayers.*  remat()  # all of them\n"
@@ -22,9 +22,13 @@ NEW = "# remat is a name here\n\nschedule 3 for Net\n\nlayers.*  recompute()  # 
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third edition, in which a verb has its third name."""
-    first = Change("`remat` is `checkpoint`", lambda text: text.replace(" remat(", " checkpoint("))
-    idle = Change("`cast` is `dtype`", lambda text: text.replace(" cast(", " dtype("))
-    then = Change("`checkpoint` is `recompute`", lambda t: t.replace("checkpoint(", "recompute("))
+    first = EditionChange(
+        "`remat` is `checkpoint`", lambda text: text.replace(" remat(", " checkpoint(")
+    )
+    idle = EditionChange("`cast` is `dtype`", lambda text: text.replace(" cast(", " dtype("))
+    then = EditionChange(
+        "`checkpoint` is `recompute`", lambda t: t.replace("checkpoint(", "recompute(")
+    )
     monkeypatch.setattr(grammar, "EDITION", 3)
     monkeypatch.setattr(grammar, "CHANGES", {1: [first, idle], 2: [then]})
 
@@ -56,7 +60,7 @@ def test_an_older_edition_is_rewritten(tmp_path: Path) -> None:
 )
 def test_a_newer_edition_is_refused(text: str) -> None:
     """Whatever it says: it is not rewritten, and needs a newer schedlang."""
-    assert upgraded(Source("x.sched", text)).source.text == text
+    assert upgrade_source(Source("x.sched", text)).source.text == text
     with pytest.raises(Refusal, match="S006.*edition") as caught:
         parse(Source("x.sched", text))
     assert "install a newer schedlang" in caught.value.render()
@@ -74,4 +78,4 @@ def test_there_was_no_edition_before_the_first() -> None:
 )
 def test_texts_of_no_other_edition_stay(text: str) -> None:
     """What is of this edition, or names none, is left to the parser."""
-    assert upgraded(Source("x.sched", text)).source.text == text
+    assert upgrade_source(Source("x.sched", text)).source.text == text

@@ -10,7 +10,7 @@ from torch import nn
 import schedlang
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language.nodes import folded
+from schedlang.language.nodes import fold_rows
 from schedlang.language.printer import path
 from schedlang.language.syntax import parse
 from tests import models
@@ -18,7 +18,7 @@ from tests import models
 
 def text(rows: str, same: Any = lambda items: True) -> list[str]:
     """The selectors of rows after they were folded."""
-    items = folded(parse(Source("x", f"schedule 1\n{rows}")).items, same)
+    items = fold_rows(parse(Source("x", f"schedule 1\n{rows}")).items, same)
     return [path(item.paths[0]) for item in items if isinstance(item, n.Rule)]
 
 

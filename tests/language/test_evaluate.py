@@ -6,7 +6,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.placement import P, R, S
 from schedlang.language.syntax import parse_expr
-from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, Symbolic, evaluate
+from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, SymbolicCall, evaluate
 from tests.toys import gpt
 
 NAMES = Names(
@@ -54,7 +54,7 @@ def value(text: str, names: Names = NAMES) -> object:
         ("S(at_)", S("hidden")),
         ("R", R),
         ("P(sum)", P("sum")),
-        ("group(4, by=x)", Symbolic("group", (4,), (("by", "x"),))),
+        ("group(4, by=x)", SymbolicCall("group", (4,), (("by", "x"),))),
     ],
 )
 def test_values(text: str, result: object) -> None:

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.simulate.expected import demand, late, unmet
-from schedlang.passes.simulate.step_time import Measurement, Took, simulated_step
+from schedlang.passes.simulate.expectations import check_times, require_costs, unmet_expectations
+from schedlang.passes.simulate.step_time import Measurement, StepSeconds, simulate_step
 from schedlang.pipeline.cost import Cost
-from schedlang.report import Bound, Report
+from schedlang.report import CostExpectation, Report
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import planned
@@ -45,12 +45,12 @@ def pipe(order: str = "1F1B", rows: str = "") -> Any:
 
 def test_a_step_of_given_times() -> None:
     """1F1B takes (m + p - 1)(F + B) by its closed form, and what comes once after it."""
-    took = simulated_step(pipe(), Cost(f=2, i=3, w=1, step=5, reduce=7))
+    took = simulate_step(pipe(), Cost(f=2, i=3, w=1, step=5, reduce=7))
     assert took.seconds == pytest.approx(((4 + 2 - 1) * 6 + 12) / 1e3)
-    whole = simulated_step(planned(models.gpt2(), "", ""), Cost(f=2, i=3, w=1, step=5))
+    whole = simulate_step(planned(models.gpt2(), "", ""), Cost(f=2, i=3, w=1, step=5))
     assert whole.seconds == pytest.approx((6 + 5) / 1e3)
     four = planned(models.gpt2(), 'pipeline(order="GPipe", micro=4)\n', "")
-    assert simulated_step(four, Cost(f=2, i=3, w=1)).seconds == pytest.approx(4 * 6 / 1e3)
+    assert simulate_step(four, Cost(f=2, i=3, w=1)).seconds == pytest.approx(4 * 6 / 1e3)
 
 
 def ran(**other: Any) -> Measurement:
@@ -62,10 +62,10 @@ def ran(**other: Any) -> Measurement:
 
 def test_a_step_of_measured_times() -> None:
     """The timeline under the means of each stage, and what a step took beside its pipeline."""
-    assert simulated_step(pipe(), ran()).seconds == pytest.approx(5 * 6 + 1.5)
+    assert simulate_step(pipe(), ran()).seconds == pytest.approx(5 * 6 + 1.5)
     slow = {**ran().means, ("F", 1): 3.0, ("B", 1): 5.0}
-    assert simulated_step(pipe(), ran(means=slow)).seconds == pytest.approx(2 + 4 * 8 + 4 + 1.5)
-    assert simulated_step(pipe("GPipe"), ran()).seconds == pytest.approx(5 * 6 + 1.5)
+    assert simulate_step(pipe(), ran(means=slow)).seconds == pytest.approx(2 + 4 * 8 + 4 + 1.5)
+    assert simulate_step(pipe("GPipe"), ran()).seconds == pytest.approx(5 * 6 + 1.5)
 
 
 @pytest.mark.parametrize(
@@ -79,39 +79,43 @@ def test_a_step_of_measured_times() -> None:
 def test_times_of_another_plan(other: Any, said: str) -> None:
     """Microbatches of another size, another mesh, operations that never ran: refused (S914)."""
     with pytest.raises(Refusal, match="S914") as caught:
-        simulated_step(pipe(), ran(**other))
+        simulate_step(pipe(), ran(**other))
     assert said in str(caught.value)
 
 
 def test_halves_of_a_backward() -> None:
     """A whole backward takes what its halves took; halves are not told from a whole one."""
     halves = {(k, s): t for k, t in (("F", 2.0), ("I", 3.0), ("W", 1.0)) for s in (0, 1)}
-    assert simulated_step(pipe(), ran(means=halves)).seconds == pytest.approx(5 * 6 + 1.5)
+    assert simulate_step(pipe(), ran(means=halves)).seconds == pytest.approx(5 * 6 + 1.5)
     with pytest.raises(Refusal, match="it runs I of stage 0"):
-        simulated_step(pipe("ZB-H1"), ran())
+        simulate_step(pipe("ZB-H1"), ran())
 
 
 def test_a_bound_is_held_against_a_step() -> None:
     """On either side of what a step takes, by the plan's machine, and by nothing that counts."""
     plan = pipe(rows="expect time(step) < 30ms\nexpect 20ms <= time(step)\n")
-    assert list(late(plan, Took(0.025))) == []
-    (slow,), (fast,) = (list(late(plan, Took(s, ("measured",)))) for s in (0.03, 0.01))
+    assert list(check_times(plan, StepSeconds(0.025))) == []
+    (slow,), (fast,) = (
+        list(check_times(plan, StepSeconds(s, ("measured",)))) for s in (0.03, 0.01)
+    )
     assert slow.code == "S860" and "does not hold: it is 30 ms" in slow.title
     assert slow.notes == ("measured",) and "20ms <= time(step)" in fast.title
     plan = pipe(rows="expect time(step) < 1us on v100\n")
     elsewhere = replace(plan, mesh=replace(plan.mesh, device="h100x2"))
-    assert list(late(plan, Took(1.0))) and not list(late(elsewhere, Took(1.0)))
+    assert list(check_times(plan, StepSeconds(1.0))) and not list(
+        check_times(elsewhere, StepSeconds(1.0))
+    )
 
 
 def test_nothing_else_holds_times(threads: Threads) -> None:
     """Counting and building leave times alone; a proof says so, and is judged without them."""
     plan = planned(nn.Linear(2, 2), "expect time(step) < 1us\n", "")
     batch = {"input": torch.ones(4, 2)}
-    demand(plan, batch, lambda out, batch: out.sum())
-    assert unmet(plan, None) == ()  # type: ignore[arg-type]
+    require_costs(plan, batch, lambda out, batch: out.sum())
+    assert unmet_expectations(plan, None) == ()  # type: ignore[arg-type]
     report = prove(Case(plan, (batch,) * 3, lambda out, b: out.sum(), dtype="none"), pool=threads)
     assert report.exit_code == 0 and "time(step) < 1us   is not held here" in str(report)
-    assert not Report(report.rows, bounds=(Bound("x", None),)).ok
+    assert not Report(report.rows, bounds=(CostExpectation("x", None),)).ok
 
 
 def verb(folder: Path, name: str, *options: str, text: str = "expect time(step) < 5ms\n") -> Result:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostics.diagnostic import Refusal, unknown
+from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown
 from schedlang.diagnostics.source import Source
-from schedlang.ir.placement import remedies, remedy
+from schedlang.ir.placement import find_remedies, first_remedy
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
@@ -118,14 +118,18 @@ def test_the_walk_sees_what_it_looks_for(text: str) -> None:
 
 def test_who_guesses_tells_it_as_a_fact() -> None:
     """A function that asks `did you mean` gives the two words to programs, too."""
-    helpers = {"guess", "_suggest_choice", "_suggest_keyword"}  # of texts, for those who refuse
+    helpers = {
+        "suggest_name",
+        "_suggest_choice",
+        "_suggest_keyword",
+    }  # of texts, for those who refuse
     lacking, found = [], 0
     for path in _files():
         text = path.read_text()
         imports = re.search(
-            r"diagnostic import [^\n]*\bguess\b", text
+            r"diagnostic import [^\n]*\bsuggest_name\b", text
         )  # and no function of a probe
-        ours = {"_suggest_choice", *(["guess"] if imports else [])}
+        ours = {"_suggest_choice", *(["suggest_name"] if imports else [])}
         for function in _functions(nodes(path)):
             every = list(ast.walk(function))
             asks = any(
@@ -142,18 +146,18 @@ def test_who_guesses_tells_it_as_a_fact() -> None:
             found += 1
             words = {one.id for one in every if isinstance(one, ast.Name)}
             words |= {one.value for one in every if isinstance(one, ast.Constant)}
-            if not words & {"unknown", "meant"}:
+            if not words & {"facts_of_unknown", "meant"}:
                 lacking.append(f"{path.relative_to(ROOT)} {function.name}")
     assert not lacking and found > 20, lacking
 
 
 def test_the_words_of_a_guess() -> None:
     """What nothing knows, and what was meant where something is near."""
-    assert unknown("atention", ["mlp", "attention"]) == (
+    assert facts_of_unknown("atention", ["mlp", "attention"]) == (
         ("unknown", "atention"),
         ("meant", "attention"),
     )
-    assert unknown("x", ["mlp", "attention"]) == (("unknown", "x"),)
+    assert facts_of_unknown("x", ["mlp", "attention"]) == (("unknown", "x"),)
 
 
 MISTAKES = {
@@ -185,7 +189,9 @@ def test_a_remedy_is_the_first_of_the_helps(
     heads: int | None, ranks: int, splits_out: bool
 ) -> None:
     """The arguments that a program adds are those that a person is offered."""
-    offered = remedies("q shard(col, over=tp", heads, ranks, splits_out)
-    arguments = "".join(f", {name}={value}" for name, value in remedy(heads, ranks, splits_out))
+    offered = find_remedies("q shard(col, over=tp", heads, ranks, splits_out)
+    arguments = "".join(
+        f", {name}={value}" for name, value in first_remedy(heads, ranks, splits_out)
+    )
     assert bool(arguments) == bool(offered)
     assert not offered or offered[0].endswith(f"`q shard(col, over=tp{arguments})`")

@@ -10,7 +10,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Recomputing, Rewrite
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import FACETS, Primitive, load_all, registry, scratch
+from schedlang.ir.primitive import FACETS, Primitive, isolated_registry, load_all, registry
 from schedlang.primitives.pipeline import pipeline
 from schedlang.primitives.verify import verify
 from tests.docs.test_house import ROOT
@@ -20,12 +20,12 @@ ROOMS = ("passes", "schedlang/runtime", "schedlang/kernels", "schedlang/viz")
 
 def test_a_row_has_what_its_features_ask_for() -> None:
     """A class that lacks something that its feature asks for is refused when it is made."""
-    with scratch(), pytest.raises(Refusal, match="no check\\s+and no rewrite"):
+    with isolated_registry(), pytest.raises(Refusal, match="no check\\s+and no rewrite"):
 
         class idle(Rewrite):  # noqa: N801
             pass
 
-    with scratch(), pytest.raises(Refusal, match="`still` has no lower"):
+    with isolated_registry(), pytest.raises(Refusal, match="`still` has no lower"):
 
         class still(Recomputing):  # noqa: N801
             """Recomputes."""
@@ -99,7 +99,7 @@ def test_no_pass_knows_a_verb(room: str) -> None:
         'getattr(action.primitive, "over", None)',
         '"placement" in action.primitive.writes',
         '"placement" in writes',
-        "from schedlang.primitives.shard import plain",
+        "from schedlang.primitives.shard import is_plain",
     ],
 )
 def test_each_way_to_know_a_verb_is_seen(text: str) -> None:

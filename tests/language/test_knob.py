@@ -7,7 +7,7 @@ import pytest
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Source
 from schedlang.language import nodes as n
-from schedlang.language.knob import Knob, alternatives, declare, unknown_settings
+from schedlang.language.knob import Knob, find_alternatives, make_knob, refuse_unknown_settings
 from schedlang.language.syntax import parse
 from schedlang.language.value import Names
 
@@ -15,7 +15,7 @@ from schedlang.language.value import Names
 def knob(text: str, **settings: Any) -> Knob:
     node = parse(Source("gpt2.sched", f"schedule 1\n\n\nknob {text}\n")).items[0]
     assert isinstance(node, n.Knob)
-    return declare(node, Names(), settings)
+    return make_knob(node, Names(), settings)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ error[S103]: `tp` cannot be 3
 def test_unknown_setting() -> None:
     """A setting of a knob that is not there is refused, never ignored."""
     tp = knob("tp: int = 2")
-    unknown_settings({"tp": 1}, {"tp": tp}, NOWHERE)
+    refuse_unknown_settings({"tp": 1}, {"tp": tp}, NOWHERE)
     with pytest.raises(Refusal, match="did you mean `tp`"):
-        unknown_settings({"tpp": 1}, {"tp": tp}, NOWHERE)
+        refuse_unknown_settings({"tpp": 1}, {"tp": tp}, NOWHERE)
 
 
 def test_alternatives() -> None:
     """The values that satisfy a requirement are found within the domain."""
     tp = knob("tp: int = 3 in 1..6")
-    assert alternatives({"tp": tp}, lambda new: 12 % new["tp"] == 0) == [
+    assert find_alternatives({"tp": tp}, lambda new: 12 % new["tp"] == 0) == [
         "`tp` may be `1`, `2`, `4`, `6`"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.ir.mesh import Mesh, neighbours
+from schedlang.ir.mesh import Mesh, run_axis
 
 
 @st.composite
@@ -33,7 +33,7 @@ def test_groups_partition_the_world(mesh: Mesh, data: st.DataObject) -> None:
     for place, name in enumerate(over):
         count = data.draw(st.integers(1, 4))
         if name in mesh.sizes and mesh.sizes[name] % count == 0 and data.draw(st.booleans()):
-            over[place] = neighbours(name, count)
+            over[place] = run_axis(name, count)
     if len({name for n in over for name in mesh.fold(n.partition("/")[0])}) < len(mesh.fold(over)):
         over = over[:1]  # a view may hold the axis whose neighbours were drawn
     groups = mesh.groups(over)

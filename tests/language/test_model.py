@@ -59,7 +59,9 @@ def test_facts() -> None:
         facts = ModelFacts(models.gpt2(2))
     assert facts.ties == (("transformer.wte.weight", "lm_head.weight"),)
     fact = facts.parameters["lm_head.weight"]
-    assert fact is facts.parameters["transformer.wte.weight"] and fact.name in facts.unique
+    assert (
+        fact is facts.parameters["transformer.wte.weight"] and fact.name in facts.unique_parameters
+    )
     assert fact.shape == (models.VOCAB, 16) and fact.numel == models.VOCAB * 16
     site = facts.sites["transformer.h.1.mlp.c_fc"]
     assert site.is_a("Conv1D") and site.dims["weight"] == ("in", "out")

@@ -19,15 +19,15 @@ from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
 from schedlang.diagnostics.source import NOWHERE, Source
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import load_all, registry
-from schedlang.language.kinds import bind, surface, words_of
+from schedlang.language.kinds import bind, signature_of, words_of
 from schedlang.language.nodes import Call
-from schedlang.language.suggest import Given, mended, written
+from schedlang.language.suggest import CallArgument, correct_call, format_argument
 from schedlang.language.syntax import parse, parse_expr
 from schedlang.language.value import Bytes, Seconds, Symbol
 from schedlang.passes.elaborate import state
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import State
-from schedlang.pipeline.schedules import ORDERS, find
+from schedlang.pipeline.schedules import ORDERS, find_order
 from tests.samples import SAMPLES
 
 FOUND: dict[str, Any] = tomllib.loads(
@@ -136,8 +136,8 @@ def _codes(text: str, head: State, plan: Plan) -> set[str]:
     call = parse_expr(text, NOWHERE)
     assert isinstance(call, Call)
     kind = registry()[call.name.text]
-    row = bind(kind, state.arguments(call, head.names), call.span, head.axes)
-    row = state.resolved(row, head, call.span)
+    row = bind(kind, state.evaluate_arguments(call, head.names), call.span, head.axes)
+    row = state.resolve_pattern(row, head, call.span)
     found = set()
     for sites in [("",)] if kind.takes == "model" else [("",), ("0", "1", "2"), ("0.up", "2.up")]:
         try:
@@ -178,9 +178,9 @@ def test_samples_of_the_description(tmp_path: Path) -> None:
 def test_orders_of_other_names() -> None:
     """What stands for an order is one, and is no name of its own; a near name is offered alone."""
     for name, order in OTHER_ORDERS.items():
-        assert find(order)
+        assert find_order(order)
         with pytest.raises(ValueError, match=re.escape(f'write `order="{order}"`')):
-            find(name)
+            find_order(name)
     assert answer('pipeline(order="nothing like it", micro=4)').count(",") == len(ORDERS) - 1
     assert answer("pipeline(order=dualpipevv, micro=4)") == 'write `order="DualPipeV"`'
 
@@ -195,7 +195,7 @@ def test_the_table_is_of_what_there_is() -> None:
     """Verbs that there are, arguments and words that there are not, and rows that are legal."""
     load_all()
     for verb, table in ARGUMENTS.items():
-        own = surface(registry()[verb])
+        own = signature_of(registry()[verb])
         for key, other in table.items():
             name, equals, word = key.partition("=")
             assert equals or key not in own.keywords, (verb, key)
@@ -239,7 +239,7 @@ def _calls(verb: str, key: str) -> Iterator[str]:
 
 def _varied(verb: str, call: str) -> Iterator[str]:
     """A call with another word in the place of one, with two axes, and without any."""
-    own = surface(registry()[verb])
+    own = signature_of(registry()[verb])
     for kind in map(own.types.get, own.positional):
         words = words_of(kind)
         said = next((word for word in words if re.search(rf"[( ]{word}\b", call)), None)
@@ -251,7 +251,7 @@ def _varied(verb: str, call: str) -> Iterator[str]:
 
 def _place(verb: str, name: str) -> int | None:
     """Where an argument stands that needs no name; None: it has one."""
-    own = surface(registry()[verb])
+    own = signature_of(registry()[verb])
     order: tuple[str, ...] = (own.many,) if own.many else own.positional
     return order.index(name) if name in order else None
 
@@ -309,8 +309,16 @@ def test_no_call_is_offered_that_is_not_legal() -> None:
 def test_values_as_they_are_written() -> None:
     """Sizes in whole units, words bare, texts in quotes."""
     values = [Bytes(2**31), Bytes(1000), Seconds(0.002), Symbol("a"), "b c", True, (1, 2.5)]
-    assert list(map(written, values)) == ["2GiB", "1000B", "2ms", "a", '"b c"', "true", "[1, 2.5]"]
-    assert mended("fuse", [Given("pattern", "bias_gelu", False)], ("pattern",)) is None
+    assert list(map(format_argument, values)) == [
+        "2GiB",
+        "1000B",
+        "2ms",
+        "a",
+        '"b c"',
+        "true",
+        "[1, 2.5]",
+    ]
+    assert correct_call("fuse", [CallArgument("pattern", "bias_gelu", False)], ("pattern",)) is None
 
 
 def test_a_view_of_tokens_names_the_attention() -> None:

@@ -53,7 +53,7 @@ def kept(test: str, paths: str = "parts.*") -> str:
     item = parse(Source("x.sched", f"schedule 1\nat {paths} where {test} {{}}\n")).items[0]
     assert isinstance(item, n.At)
     names = Names(knobs={"few": 2}, axes={"tp": 2}, model=SELECTOR.tree)
-    found = SELECTOR.scope(item, ("",), names)
+    found = SELECTOR.select_scope(item, ("",), names)
     return " ".join(fqn.removeprefix("parts.") for fqn in found)
 
 
@@ -104,7 +104,7 @@ def test_except_takes_away_what_where_keeps() -> None:
     """Both on one `at`."""
     item = parse(Source("x", "schedule 1\nat parts.* where place > 0 except parts.2 {}\n")).items[0]
     assert isinstance(item, n.At)
-    found = SELECTOR.scope(item, ("",), Names(model=SELECTOR.tree))
+    found = SELECTOR.select_scope(item, ("",), Names(model=SELECTOR.tree))
     assert found == ("parts.1", "parts.3")
 
 

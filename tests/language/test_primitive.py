@@ -9,7 +9,7 @@ import pytest
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.placement import P, Placement, R, S
-from schedlang.ir.primitive import Primitive, conflicts, refuse, registry, scratch
+from schedlang.ir.primitive import Primitive, isolated_registry, refuse, registry, relation_of
 from schedlang.language import manual
 from schedlang.language.kinds import Argument, Axes, Axis, Many, Rest, bind
 from schedlang.language.value import UNKNOWN, AxisSize, Symbol
@@ -27,7 +27,7 @@ class Whole:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    with scratch(keep=[]):
+    with isolated_registry(keep=[]):
         yield
 
 
@@ -188,10 +188,10 @@ def test_conflicts_follow_from_facets() -> None:
     pad = made("pad", {"structure"}, {"shape"})
     shard = made("shard", {"structure", "shape"}, {"placement"})
     keep = made("keep", {"structure"}, {"recompute"})
-    assert conflicts(pad, shard) == "order"
-    assert conflicts(shard, pad) == "clash"
-    assert conflicts(shard, keep) == "commute"
-    assert conflicts(shard, shard) == "both"
+    assert relation_of(pad, shard) == "order"
+    assert relation_of(shard, pad) == "clash"
+    assert relation_of(shard, keep) == "commute"
+    assert relation_of(shard, shard) == "both"
 
 
 def test_explain(split: type[Primitive]) -> None:

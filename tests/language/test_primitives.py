@@ -19,7 +19,7 @@ from schedlang.ir.primitive import load_all, registry
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.asked import IN_ORACLE
+from schedlang.passes.verify.requirements import IN_ORACLE
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule, create_schedule
 from tests.proofs import (
@@ -198,14 +198,14 @@ def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
-    from schedlang.passes.complete.complete import completed
+    from schedlang.passes.complete.complete import complete_plan
     from schedlang.passes.propagate.propagate import propagate
 
     refusals = []
     for beside in BESIDE:
         try:
             plan = _plan(name, sizes, beside, *more)
-            propagate(completed(plan, BATCHES[0]), BATCHES[0])
+            propagate(complete_plan(plan, BATCHES[0]), BATCHES[0])
             return plan
         except Refusal as refusal:
             refusals.append(refusal.render())

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language.printer import fmt, standing, to_text
-from schedlang.language.syntax import tree
+from schedlang.language.printer import fmt, to_text, with_printed_spans
+from schedlang.language.syntax import parse_with_problems
 from tests.samples import SAMPLES
 from tests.strategies import commented, programs
 
@@ -21,18 +21,18 @@ PLACED = (n.Header, n.Rule, n.Do, n.At, n.When, n.Step, n.Def, n.Knob, n.Mesh, n
 
 
 def formatted(text: str) -> str:
-    return to_text(tree(Source("x", text))[0])
+    return to_text(parse_with_problems(Source("x", text))[0])
 
 
 def holds_its_form(text: str) -> None:
     """parse(fmt(s)) == parse(s), fmt(fmt(s)) == fmt(s), and no comment is lost."""
     once = formatted(text)
-    assert tree(Source("x", once))[0] == tree(Source("x", text))[0]
+    assert parse_with_problems(Source("x", once))[0] == parse_with_problems(Source("x", text))[0]
     assert formatted(once) == once
-    said = tree(Source("x", text))[0].comments
-    read = tree(Source("x", once))[0]
+    said = parse_with_problems(Source("x", text))[0].comments
+    read = parse_with_problems(Source("x", once))[0]
     assert sorted(c.text for c in read.comments) == sorted(c.text for c in said)
-    stands_like(standing(tree(Source("x", text))[0], "x"), read)
+    stands_like(with_printed_spans(parse_with_problems(Source("x", text))[0], "x"), read)
 
 
 def stands_like(made: n.File, read: n.File) -> None:
@@ -47,7 +47,7 @@ def stands_like(made: n.File, read: n.File) -> None:
 
 def from_grammar(text: str) -> None:
     try:
-        tree(Source("x", text))
+        parse_with_problems(Source("x", text))
     except Refusal:
         assume(False)  # two tokens that the generator glued into another
     holds_its_form(text)

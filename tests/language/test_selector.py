@@ -22,7 +22,7 @@ def at(text: str) -> n.At:
 
 
 def select(text: str, *roots: str, **knobs: object) -> tuple[str, ...]:
-    return SELECTOR.scope(at(text), roots or ("",), Names(knobs=knobs, model=SELECTOR.tree))
+    return SELECTOR.select_scope(at(text), roots or ("",), Names(knobs=knobs, model=SELECTOR.tree))
 
 
 def refused(text: str, *roots: str) -> str:

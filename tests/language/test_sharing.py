@@ -20,8 +20,8 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, scratch
-from schedlang.ir.sharing import Persistent, near
+from schedlang.ir.primitive import Primitive, isolated_registry
+from schedlang.ir.sharing import LayeredMapping, values_near
 from schedlang.language.kinds import Axis
 from schedlang.language.syntax import parse, read
 from schedlang.passes.elaborate import legality
@@ -34,7 +34,7 @@ from tests.properties.schedules import Drawn, legal
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = [p for p in sorted((ROOT / "examples").glob("**/*.sched")) if p.stem != "megatron"]
-MAPS = ("layouts", "boundaries", "computes", "told", "contexts")
+MAPS = ("layouts", "boundaries", "computes", "kind_options", "contexts")
 
 
 class Layer(nn.Module):
@@ -75,7 +75,7 @@ def _outcome(model: nn.Module, rows: str) -> Plan | str:
 
 def _alone(model: nn.Module, rows: str) -> Plan | str:
     """The same where every module is checked by itself."""
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         return _outcome(model, rows)
 
 
@@ -130,7 +130,7 @@ def test_rows_do_to_many_modules_what_they_do_to_each(
 def test_what_made_equal_modules_unlike_is_seen() -> None:
     """A verb without the promise may split one of two equal modules: the next row sees both."""
     model, sites = _model("", ""), ("layers.0.up", "layers.1.up")
-    with scratch():
+    with isolated_registry():
 
         class lopsided(Primitive):  # noqa: N801
             """Splits the weight of the second layer."""
@@ -151,7 +151,7 @@ def test_what_made_equal_modules_unlike_is_seen() -> None:
 
 
 def _each(plan: Plan, row: Primitive, sites: tuple[str, ...]) -> Plan:
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         return plan.add(row, sites)
 
 
@@ -168,7 +168,7 @@ def test_the_examples_have_the_plans_of_single_checks(path: Path) -> None:
             return refusal.render()
 
     together = outcome()
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         _same(together, outcome())
 
 
@@ -181,12 +181,12 @@ def test_drawn_schedules_have_the_plans_of_single_checks(count: int) -> None:
 
 def _drawn_alike(drawn: Drawn) -> None:
     plan = schedule_of(drawn).plan()
-    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.apply_by_class", lambda plan, action: None):
         _same(plan, schedule_of(drawn).plan())
     for place, row in enumerate(plan.actions):
         before = replace(plan, actions=plan.actions[:place])
-        met = [a for a in before.actions if any(legality.meetings(plan, a.sites, row.sites))]
-        near = sorted(before.trail.around(row.sites, plan.model.ties))
+        met = [a for a in before.actions if any(legality.find_site_pairs(plan, a.sites, row.sites))]
+        near = sorted(before.trail.rows_around(row.sites, plan.model.ties))
         assert [before.actions[one] for one in near] == met
 
 
@@ -194,18 +194,18 @@ def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
     """Items and their order; older mappings stay, and `own` is what was put since the base."""
     draw, want = Random(7), {"a": 0}
     base: dict[str, int] = dict(want)
-    known, older = Persistent(base), []
+    known, older = LayeredMapping(base), []
     for value in range(1, 300):
         items = {draw.choice("abcdefghij") + draw.choice("klmn"): value for _ in range(value % 4)}
         older.append((known, dict(want)))
         known, want = known.put(items), want | items
     for one, items in [*older, (known, want)]:
         assert list(one.items()) == list(items.items())
-        assert one == items and [one.get(k, -1) for k in "ab"] == one.many("ab", -1)
-        assert [one.get(k, -2) for k in "ab"] == one.many("ab", -2)  # for another value
-        assert one.own == {k: v for k, v in items.items() if k != "a"}
+        assert one == items and [one.get(k, -1) for k in "ab"] == one.get_many("ab", -1)
+        assert [one.get(k, -2) for k in "ab"] == one.get_many("ab", -2)  # for another value
+        assert one.added_items == {k: v for k, v in items.items() if k != "a"}
         sent = pickle.loads(pickle.dumps(one))
-        assert sent == items and sent.many("ab", -1) == one.many("ab", -1)
+        assert sent == items and sent.get_many("ab", -1) == one.get_many("ab", -1)
 
 
 def test_values_spread_over_modules_are_those_at_each() -> None:
@@ -214,6 +214,6 @@ def test_values_spread_over_modules_are_those_at_each() -> None:
     names = [f"layers.{n}.{m}" for n in range(3) for m in ("up", "down")]
     assert [one.fqn for one in plan.stores] == names and len(plan.stores) == 6
     assert plan.stores == tuple(plan.stores) and plan.stores[1].fqn == names[1]
-    assert [one.fqn for one in near(plan.stores, "layers.1")] == names[2:4]
-    assert [one.fqn for one in near(plan.stores, "layers.1.up")] == names[2:3]
-    assert [one.fqn for one in near(plan.stores, "")] == names
+    assert [one.fqn for one in values_near(plan.stores, "layers.1")] == names[2:4]
+    assert [one.fqn for one in values_near(plan.stores, "layers.1.up")] == names[2:3]
+    assert [one.fqn for one in values_near(plan.stores, "")] == names

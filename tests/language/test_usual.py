@@ -25,12 +25,12 @@ from schedlang.ir import mesh as usual
 )
 def test_the_axis_of_a_role(axes: tuple[str, ...], role: str, said: str | None) -> None:
     """The usual name first, then one that tells nothing; never an axis of another role."""
-    assert usual.usual(axes, role) == said
+    assert usual.usual_axis(axes, role) == said
 
 
 def test_no_name_is_of_two_roles() -> None:
     """Each name tells one role."""
-    names = [name for some in usual.NAMES.values() for name in some]
+    names = [name for some in usual.USUAL_NAMES.values() for name in some]
     assert len(names) == len(set(names))
     assert not doctest.testmod(usual).failed
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import schedlang
 from examples.custom.model import Watcher
 from schedlang.runtime.comm import world
-from schedlang.runtime.launch.heart import inside
+from schedlang.runtime.launch.hang_watch import waits_for_ranks
 
 SCHEDULE = """schedule 1 for Watcher
 
@@ -72,7 +72,7 @@ class Seen:
     def on_begin(self, trainer: Any) -> None:
         """Forget what was asked for while the program was built; all ranks name the round alike."""
         self.numbers.clear()
-        with inside():  # waits for nobody but the other ranks
+        with waits_for_ranks():  # waits for nobody but the other ranks
             self.round = world.broadcast_object(0, time.time_ns())
 
     def on_step(self, trainer: Any) -> None:

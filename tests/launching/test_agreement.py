@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.comm.agreement import Item, checksum, differences
+from schedlang.runtime.comm.agreement import AgreementItem, checksum, describe_differences
 from schedlang.runtime.launch.pool import Pool
 from tests.launching.agents import runs
 
@@ -324,7 +324,7 @@ def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
 
         seconds = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            for group in (dist.group.WORLD, comm.here().made([(0, 1)], "more"))
+            for group in (dist.group.WORLD, comm.current_world().make_group([(0, 1)], "more"))
         ]
         return seconds[0], seconds[1]
 
@@ -334,21 +334,21 @@ def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
 
 def test_most_ranks_are_right() -> None:
     """The odd ranks are named; of as many on both sides, those without the lowest."""
-    item = Item("optimizer", {})
+    item = AgreementItem("optimizer", {})
     rates = {0: {"lr": "1"}, 1: {"lr": "2"}, 2: {"lr": "1"}, 3: {"lr": "1"}}
-    assert differences(item, rates) == (
+    assert describe_differences(item, rates) == (
         "rank 1 has a different optimizer",
         ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"],
     )
-    title, _ = differences(item, {0: {"lr": "1"}, 1: {"lr": "2"}})
+    title, _ = describe_differences(item, {0: {"lr": "1"}, 1: {"lr": "2"}})
     assert title == "rank 1 has a different optimizer"
 
 
 def test_parts_that_some_hold() -> None:
     """What a rank does not hold says nothing against those that do."""
-    item = Item("optimizer", {}, held=True)
-    assert differences(item, {0: {"a": "1"}, 1: {"b": "1"}})[1] == []
-    assert len(differences(item, {0: {"a": "1"}, 1: {"b": "1", "a": "2"}})[1]) == 1
+    item = AgreementItem("optimizer", {}, partial=True)
+    assert describe_differences(item, {0: {"a": "1"}, 1: {"b": "1"}})[1] == []
+    assert len(describe_differences(item, {0: {"a": "1"}, 1: {"b": "1", "a": "2"}})[1]) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

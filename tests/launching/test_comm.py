@@ -19,11 +19,11 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.passes.lower.build import build
 from schedlang.passes.verify.original import Sequential
-from schedlang.runtime import whole
-from schedlang.runtime.checkpointing.holding import first_rank
+from schedlang.runtime import full_tensors
+from schedlang.runtime.checkpointing.holdings import first_rank
 from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.collectives import Ranks
+from schedlang.runtime.comm.collectives import RankGroups
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned, sgd
@@ -43,21 +43,21 @@ LIBRARIES = {
     "runtime/storage/offloaded_gradients.py": {"tensor"},
     "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
-    "runtime/initial/converted.py": {"fsdp"},  # a module of theirs cannot be copied
+    "runtime/initial/library_loading.py": {"fsdp"},  # a module of theirs cannot be copied
     "runtime/launch/recorded_calls.py": {""},  # its functions, each of which is written down
-    "runtime/rates.py": {""},  # measures how fast torch's own are
-    "runtime/optim/whole_step.py": {"tensor"},  # DTensors, whose local parts are stepped on
-    "kernels/sharding.py": {"tensor"},
+    "runtime/device_rates.py": {""},  # measures how fast torch's own are
+    "runtime/optim/full_tensor_step.py": {"tensor"},  # DTensors, whose local parts are stepped on
+    "kernels/sharding_rules.py": {"tensor"},
     "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
     "passes/judge/subject.py": {"tensor"},
-    "passes/judge/masks.py": {"tensor"},
-    "passes/judge/choices.py": {"tensor"},
-    "passes/judge/located.py": {"tensor"},
+    "passes/judge/dropout_masks.py": {"tensor"},
+    "passes/judge/discrete_choices.py": {"tensor"},
+    "passes/judge/first_difference.py": {"tensor"},
     # what a collective returns that is waited for; functions that are heard of
-    "passes/judge/waits.py": {"", "Work"},
+    "passes/judge/async_collectives.py": {"", "Work"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
-STORES = {"diagnostics/told_once.py"}
+STORES = {"diagnostics/job_refusals.py"}
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -165,10 +165,10 @@ def _two_jobs(path: str) -> list[int]:
         program = build(planned(models.gpt2(2), "zero(stage=0, over=dp)", "dp=2"), batch)
         program.eval_step(batch)
         ranks = program.assembly.ranks
-        assert ranks.world is comm.here()
+        assert ranks.world is comm.current_world()
         found.append(len(comm._worlds))
         del program, ranks
-        agreement.leave()
+        agreement.leave_world()
     agreement.join_locally(rank, 2, f"{path}/last")
     dist.barrier()  # torch's, for ours makes a world: a rank that has joined may end first
     gc.collect()
@@ -211,12 +211,12 @@ def test_groups_of_an_axis_are_split_at_once(monkeypatch: pytest.MonkeyPatch) ->
     world = comm.World(5, 64, {"cuda": "nccl"}, torch.device("cuda", 5))
     monkeypatch.setattr(comm.World, "group", property(lambda self: splits))
     monkeypatch.setattr(dist, "split_group", splits.split_group)
-    monkeypatch.setattr(comm, "here", lambda: world)
-    ranks = Ranks(Mesh((("dp", 16), ("tp", 4))), torch.device("cuda", 5))
+    monkeypatch.setattr(comm, "current_world", lambda: world)
+    ranks = RankGroups(Mesh((("dp", 16), ("tp", 4))), torch.device("cuda", 5))
     for axis in ("dp", "tp", "dp"):
         ranks.group(axis)
     assert [len(one) for one in splits.asked] == [4, 16]
-    assert ranks.group("tp").ranks == (4, 5, 6, 7) and ranks.one_way
+    assert ranks.group("tp").ranks == (4, 5, 6, 7) and ranks.messages_may_deadlock
 
 
 def test_hosts_are_served_by_their_own_backend() -> None:
@@ -224,20 +224,27 @@ def test_hosts_are_served_by_their_own_backend() -> None:
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
     nccl = comm.World(0, 2, {"cpu": "gloo", "cuda": "nccl"})
     gloo = comm.World(0, 2, {"cpu": "gloo", "cuda": "gloo"})
-    assert nccl.queues(cuda) and not nccl.by_host(cuda)
-    assert gloo.by_host(cuda) and not gloo.queues(cuda)
-    assert not any((nccl.queues(cpu), gloo.queues(cpu), nccl.by_host(cpu), gloo.by_host(cpu)))
+    assert nccl.orders_messages(cuda) and not nccl.sends_by_host(cuda)
+    assert gloo.sends_by_host(cuda) and not gloo.orders_messages(cuda)
+    assert not any(
+        (
+            nccl.orders_messages(cpu),
+            gloo.orders_messages(cpu),
+            nccl.sends_by_host(cpu),
+            gloo.sends_by_host(cpu),
+        )
+    )
 
 
 def test_a_device_that_the_world_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is sent, with the call that joins a world which does."""
     mesh, cuda = Mesh((("dp", 2),)), torch.device("cuda", 1)
-    monkeypatch.setattr(comm, "here", lambda: comm.World(1, 2, {"cuda": "nccl"}))
-    assert Ranks(mesh, cuda).rank == 1
-    monkeypatch.setattr(comm, "here", lambda: comm.World(1, 2, {"cpu": "gloo"}))
-    assert Ranks(mesh).rank == 1
+    monkeypatch.setattr(comm, "current_world", lambda: comm.World(1, 2, {"cuda": "nccl"}))
+    assert RankGroups(mesh, cuda).rank == 1
+    monkeypatch.setattr(comm, "current_world", lambda: comm.World(1, 2, {"cpu": "gloo"}))
+    assert RankGroups(mesh).rank == 1
     with pytest.raises(Refusal, match="process group does not serve") as refused:
-        Ranks(mesh, cuda)
+        RankGroups(mesh, cuda)
     assert refused.value.diagnostic.code == "S607"
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
 
@@ -319,7 +326,7 @@ def _again() -> tuple[list[bool], int]:
         pairs = [(state[k], v) for k, v in alone.state_dict().items()]
         pairs += [(grads[k], v) for k, v in alone.gradients().items() if v is not None]
         same.append(all(torch.allclose(a, b, atol=1e-12) for a, b in pairs))
-        first = whole.gradients(program.assembly, first_rank)
+        first = full_tensors.full_gradients(program.assembly, first_rank)
         if comm.rank() == 0:
             same.append(all(torch.equal(first[k], v) for k, v in grads.items()))
         else:
@@ -339,7 +346,7 @@ def _handed() -> tuple[list[Any], Any, int]:
     plain = comm.all_gather_object
 
     def gathered(value: Any, group: Any = None) -> list[Any]:
-        most[0] = max(most[0], len(comm.packed(value)))
+        most[0] = max(most[0], len(comm.pickle_value(value)))
         return plain(value, group)
 
     draw = torch.Generator().manual_seed(here)
@@ -385,14 +392,14 @@ def _evaluated() -> tuple[int, torch.Tensor]:
     plan = planned(models.gpt2(2), rows, "dp=2, pp=2")
     program = build(plan, batch, optimizer=sgd, wait=120)
     sizes: list[int] = []
-    packed = comm.packed
+    packed = comm.pickle_value
     with pytest.MonkeyPatch.context() as patch:
 
         def noting(value: object) -> bytes:
             sizes.append(len(packed(value)))
             return packed(value)
 
-        patch.setattr(comm, "packed", noting)
+        patch.setattr(comm, "pickle_value", noting)
         output = program.eval_step(batch)
     return max(sizes, default=0), output["logits"]
 

@@ -20,7 +20,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
-from schedlang.verbs.diagnosed import Diagnosis, diagnosed
+from schedlang.verbs.diagnosis import Diagnosis, diagnose
 from schedlang.verbs.ledgers import Job, Ledger, Op
 from tests import forks
 
@@ -167,7 +167,7 @@ def test_a_slow_rank(tmp_path: Path) -> None:
 
 def _trained(order: str) -> list[Any]:
     """Losses of three steps, and whether a record was written."""
-    from schedlang.runtime.launch import record
+    from schedlang.runtime.launch import rank_record
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 8) for _ in range(4)]
@@ -182,7 +182,7 @@ def _trained(order: str) -> list[Any]:
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
     )
     losses = [float(program.train_step(batch)) for _ in range(3)]
-    made = record.here()
+    made = rank_record.current_record()
     return [losses, made is not None, len(made.ops) if made else 0]
 
 
@@ -223,20 +223,20 @@ def _waiting(lane: str, number: int, **more: Any) -> Op:
 
 
 def _found(*ledgers: Ledger, now: float = 101.0) -> Diagnosis:
-    return diagnosed(Job({one.rank: one for one in ledgers}, 3, now))
+    return diagnose(Job({one.rank: one for one in ledgers}, 3, now))
 
 
 def test_a_chain_ends_at_its_cause() -> None:
     """Rank 0 waits for 1, 1 for 2: only 2 is the cause."""
     found = _found(_ledger(0, [_waiting("a", 1)]), _ledger(1, [_waiting("b", 1)]), _ledger(2, []))
-    assert found.stuck and found.causes == (2,)
+    assert found.is_stuck and found.causes == (2,)
 
 
 def test_a_circle_has_no_cause() -> None:
     """Three groups of two, taken in an order that closes a circle."""
     ops = [_waiting("a", 1), _waiting("b", 1), _waiting("c", 1)]
     found = _found(*(_ledger(rank, [op]) for rank, op in enumerate(ops)))
-    assert found.stuck and found.causes == () and len(found.missing) == 3
+    assert found.is_stuck and found.causes == () and len(found.missing) == 3
     assert [one.absent for one in found.missing] == [(1,), (2,), (0,)]
 
 
@@ -256,7 +256,7 @@ def test_messages_are_counted_by_pairs() -> None:
 def test_what_all_came_to_is_the_network() -> None:
     """Nobody is blamed."""
     found = _found(*(_ledger(rank, [_waiting("w", 4)]) for rank in range(3)))
-    assert found.stuck and found.causes == () and found.missing[0].absent == ()
+    assert found.is_stuck and found.causes == () and found.missing[0].absent == ()
 
 
 def test_silence_and_endings() -> None:
@@ -264,7 +264,7 @@ def test_silence_and_endings() -> None:
     began has no file."""
     over = _ledger(1, [], over=True, error="ValueError: x")
     found = _found(_ledger(0, []), over, now=130.0)
-    assert dict(found.silent) == {0: 30.0} and found.never == (2,) and not found.well
+    assert dict(found.silent) == {0: 30.0} and found.unrecorded == (2,) and not found.is_healthy
 
 
 def test_the_last_to_come_tells_of_the_link() -> None:

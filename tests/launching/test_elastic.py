@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.runtime.comm import reach
+from schedlang.runtime.comm import store_watch
 from tests import forks
 from tests.launching import elastic_run
 from tests.launching.agents import (
@@ -89,8 +89,8 @@ MEETS = """
 import os, signal, sys, time
 from schedlang import Refusal, elastic
 from schedlang.runtime.comm import reach
-elastic.COMES, elastic._CHECK_INTERVAL, reach.LOST = 6.0, 1.0, 4.0
-met = elastic.Meeting()
+elastic.ARRIVAL_TIMEOUT, elastic._CHECK_INTERVAL, reach.LOST = 6.0, 1.0, 4.0
+met = elastic.Rendezvous()
 print(met.every(met.rank), met.first(met.rank), flush=True)
 if sys.argv[1] == f"rank {met.rank} stands still":
     time.sleep(2)  # until the other one, too, has its answers: rank 0 keeps them
@@ -145,7 +145,7 @@ def test_the_first_rank_stands_still(meetings: Meetings) -> None:
     so, although it waits for that answer without an end."""
     other = meetings["rank 0 stands still"][1]
     told, said = other.communicate(timeout=600)
-    assert told.splitlines() == ["[0, 1] 0"] and other.returncode == reach.ENDS, said
+    assert told.splitlines() == ["[0, 1] 0"] and other.returncode == store_watch.EXIT_CODE, said
     assert "S651" in said and "has not answered for 4 s" in said, said
 
 
@@ -157,7 +157,7 @@ def test_a_store_that_takes_connections_and_says_nothing() -> None:
         job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
         environ = {**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = forks.run("-c", f"{code}agreement.meet(20.0)", env=environ, timeout=600)
-    assert done.returncode == reach.ENDS, done.stderr
+    assert done.returncode == store_watch.EXIT_CODE, done.stderr
     assert "S651" in done.stderr and "has not answered for 4 s" in done.stderr
 
 
@@ -166,14 +166,14 @@ def test_a_store_counts_as_lost_by_time_in_which_this_process_ran(
 ) -> None:
     """One that was stopped itself asks again before it ends; one that was not ends once."""
     now, ends = [0.0], list[float]()
-    monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    found = reach.Reach(object, 25.0, ends.append)
+    monkeypatch.setattr(store_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = store_watch.StoreWatch(object, 25.0, ends.append)
     for at in (*range(1, 20), *range(100, 106)):  # stopped for 80 s
         now[0] = float(at)
-        found.look()
+        found.check()
     assert not ends and not found.ended.is_set()
     now[0] = 107.0
-    found.look()
+    found.check()
     assert ends == [25.0] and found.ended.is_set()
 
 

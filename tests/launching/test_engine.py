@@ -13,8 +13,14 @@ from torch import Tensor
 from schedlang.ir.plan import Plan
 from schedlang.passes.prove import prove
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import conditions
-from schedlang.passes.verify.sides import Case, original, prepared, tried, widened
+from schedlang.passes.verify.observe import standard_conditions
+from schedlang.passes.verify.proof_case import (
+    Case,
+    observe_on_rank,
+    prepare_case,
+    randomised_float64,
+    run_original,
+)
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.launch.pool import Pool, RankDied
 from schedlang.runtime.pipeline import p2p
@@ -198,7 +204,7 @@ def _a_barrier_for_a_wait(patch: pytest.MonkeyPatch) -> None:
 
 def _taken_unread(patch: pytest.MonkeyPatch) -> None:
     """A stage takes its input from a buffer without waiting for it."""
-    plain = p2p.Mail.take
+    plain = p2p.PeerChannel.take
 
     def take(self: Any, key: Any) -> Any:
         for expected in self._expected.values():
@@ -207,40 +213,40 @@ def _taken_unread(patch: pytest.MonkeyPatch) -> None:
                 arriving[1].clear()
         return plain(self, key)
 
-    patch.setattr(p2p.Mail, "take", take)
+    patch.setattr(p2p.PeerChannel, "take", take)
 
 
 def _written_early(patch: pytest.MonkeyPatch) -> None:
     """What is sent is overwritten before anybody has received it."""
-    plain = p2p.Mail.send
+    plain = p2p.PeerChannel.send
 
     def send(self: Any, to: int, key: Any, tensors: Any, *, header: bool) -> None:
         plain(self, to, key, tensors, header=header)
         for _, part in self._sent[key][int(header) :]:
             part.zero_()
 
-    patch.setattr(p2p.Mail, "send", send)
+    patch.setattr(p2p.PeerChannel, "send", send)
 
 
 def _freed_early(patch: pytest.MonkeyPatch) -> None:
     """The memory of what is sent is given back at once."""
-    plain = p2p.Mail.send
+    plain = p2p.PeerChannel.send
 
     def send(self: Any, to: int, key: Any, tensors: Any, *, header: bool) -> None:
         plain(self, to, key, tensors, header=header)
         for _, part in self._sent[key]:
             part.untyped_storage().resize_(0)
 
-    patch.setattr(p2p.Mail, "send", send)
+    patch.setattr(p2p.PeerChannel, "send", send)
 
 
 def _fails(plan: Plan, engine: Threads, bug: Any) -> bool:
     """Whether one step with a bug in the runtime is found to differ from the original's."""
-    case = widened(prepared(Case(plan, tuple(TOKENS[:1]), dtype="none")))
-    told = conditions(case.batches, 1.0)[:1]
-    expected, _ = original(case, told)
+    case = randomised_float64(prepare_case(Case(plan, tuple(TOKENS[:1]), dtype="none")))
+    told = standard_conditions(case.batches, 1.0)[:1]
+    expected, _ = run_original(case, told)
     ranks = Mutated(engine, bug)  # type: ignore[arg-type]
-    actual = ranks.run(tried, plan.mesh.world, case, told)[0]
+    actual = ranks.run(observe_on_rank, plan.mesh.world, case, told)[0]
     return not all(row.ok for row in compare(expected, actual))
 
 

@@ -32,13 +32,13 @@ def test_what_is_left_is_swept(tmp_path: Path) -> None:
     assert process.stdout is not None
     folder = Path(process.stdout.readline().strip())
     (folder / "rank0.log").write_text("words")
-    pool.sweep()
+    pool.remove_abandoned()
     assert folder.is_dir()
     process.kill()
     process.communicate()
-    with pool.temporary() as mine:
+    with pool.temporary_folder() as mine:
         assert not folder.exists() and other.is_dir() and Path(mine).is_dir()
-        pool.sweep()
+        pool.remove_abandoned()
         assert Path(mine).is_dir()
     assert os.listdir(tmp_path) == [other.name]
 
@@ -49,5 +49,5 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / ".lock").touch()
     (tmp_path / f"{pool.PREFIX}link").symlink_to(precious)
-    pool.sweep()
+    pool.remove_abandoned()
     assert precious.is_dir()

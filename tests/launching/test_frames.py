@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from schedlang.runtime.launch.frames import in_one_piece
+from schedlang.runtime.launch.frames import call_in_one_piece
 
 _CALLS = 200
 
@@ -37,11 +37,11 @@ def _most(within: Callable[..., int]) -> int:
 def test_no_depth_of_calls_maps_memory_for_each() -> None:
     """There is such a depth without the wide frame, so it is why there is none with it."""
     assert _most(lambda call, depth: call(depth)) >= _CALLS
-    assert _most(in_one_piece) < _CALLS / 4
+    assert _most(call_in_one_piece) < _CALLS / 4
 
 
 def test_it_is_a_call_and_no_more() -> None:
     """Arguments, results and errors pass."""
-    assert in_one_piece(sorted, [2, 3, 1], reverse=True) == [3, 2, 1]
+    assert call_in_one_piece(sorted, [2, 3, 1], reverse=True) == [3, 2, 1]
     with pytest.raises(ZeroDivisionError):
-        in_one_piece(lambda: 1 // 0)
+        call_in_one_piece(lambda: 1 // 0)

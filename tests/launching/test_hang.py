@@ -12,14 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.runtime.launch.job import Hang, Job, Rank, cpu_seconds, doubt, queued_seconds
+from schedlang.runtime.launch.rank_job import (
+    Hang,
+    RankJob,
+    RankProcess,
+    check_progress,
+    cpu_seconds,
+    queued_seconds,
+)
 
 DUMPS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
 STARVED = (
     "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.nice(NICE)\n"
     "print(flush=True)\nwhile True: pass"
 )
-Start = Callable[[str], Rank]
+Start = Callable[[str], RankProcess]
 
 
 @pytest.fixture
@@ -27,14 +34,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Processes in place of ranks, each once it has printed a line."""
     made: list[subprocess.Popen[bytes]] = []
 
-    def _start(code: str) -> Rank:
+    def _start(code: str) -> RankProcess:
         log = tmp_path / f"{len(made)}.log"
         command = [sys.executable, "-c", f"{DUMPS}\n{code}"]
         with log.open("wb") as errors:
             one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
         made.append(one)
         assert one.stdout is not None and one.stdout.readline()
-        return Rank(len(made) - 1, socket.socket(), log, one.pid)
+        return RankProcess(len(made) - 1, socket.socket(), log, one.pid)
 
     yield _start
     for one in made:
@@ -42,11 +49,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.communicate()
 
 
-def _watched(rank: Rank, ready: Callable[[], bool]) -> None:
+def _watched(rank: RankProcess, ready: Callable[[], bool]) -> None:
     """Look at it until then, or until a hang is told; a minute ends what does neither."""
-    job, end = Job(1, None), time.monotonic() + 60
+    job, end = RankJob(1, None), time.monotonic() + 60
     while not ready() and time.monotonic() < end:
-        doubt(job, [rank], hang_after=1.0)
+        check_progress(job, [rank], hang_after=1.0)
         time.sleep(0.1)
 
 
@@ -81,10 +88,10 @@ def test_what_starves_is_no_hang(start: Start) -> None:
 def test_a_machine_that_stood_still_tells_nothing(start: Start) -> None:
     """Time in which the watcher itself did not run, as in a suspended machine, does not count."""
     rank = start("import time; print(flush=True); time.sleep(60)")
-    job = Job(1, None)
-    job.moved, job.looked = job.moved - 100, job.looked - 100
-    doubt(job, [rank], hang_after=5.0)
-    job.moved -= 100  # it ran, and heard nothing
-    job.asked = 0.0
+    job = RankJob(1, None)
+    job.last_progress, job.looked = job.last_progress - 100, job.looked - 100
+    check_progress(job, [rank], hang_after=5.0)
+    job.last_progress -= 100  # it ran, and heard nothing
+    job.last_check = 0.0
     with pytest.raises(Hang):
-        doubt(job, [rank], hang_after=5.0)
+        check_progress(job, [rank], hang_after=5.0)

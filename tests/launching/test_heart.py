@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from schedlang.runtime.checkpointing.background import Background
-from schedlang.runtime.comm import reach
+from schedlang.runtime.checkpointing.background import BackgroundSave
+from schedlang.runtime.comm import store_watch
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.launch import heart, job
-from schedlang.runtime.launch.heart import Heart, inside
+from schedlang.runtime.launch import hang_watch, rank_job
+from schedlang.runtime.launch.hang_watch import HangWatch, waits_for_ranks
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -160,25 +160,27 @@ def test_run_under_torchrun(tmp_path: Path) -> None:
 # -- two ranks in one process ----------------------------------------------------------------------
 
 
-def _hearts(hang_after: float) -> tuple[list[Heart], list[Any]]:
+def _hearts(hang_after: float) -> tuple[list[HangWatch], list[Any]]:
     store, ends = dist.HashStore(), []
-    return [Heart(store, k, 2, hang_after, lambda text: ends.append(text)) for k in (0, 1)], ends
+    return [
+        HangWatch(store, k, 2, hang_after, lambda text: ends.append(text)) for k in (0, 1)
+    ], ends
 
 
 def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on nothing is spent here."""
-    monkeypatch.setattr(Heart, "now", lambda self: (1.0, 1.0, 1))
+    monkeypatch.setattr(HangWatch, "usage", lambda self: (1.0, 1.0, 1))
 
 
 def test_who_asks_first_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find out at once: one asks, the other answers, and one of them tells it."""
-    monkeypatch.setattr(heart, "_ANSWER", 0.2)
+    monkeypatch.setattr(hang_watch, "_ANSWER", 0.2)
     _idle(monkeypatch)
     (one, other), ends = _hearts(hang_after=0.05)
-    with inside():
+    with waits_for_ranks():
         time.sleep(0.1)
-        other.look()
-        one.look()
+        other.check()
+        one.check()
     assert len(ends) == 2 and [text is not None for text in ends].count(True) == 2
     told, again = ends  # here one thread plays both: the first could not speak, so the other did
     assert told == again and told.startswith(
@@ -192,11 +194,11 @@ def test_one_that_is_outside_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _idle(monkeypatch)
     (one, other), ends = _hearts(hang_after=30.0)
     for _ in range(3):
-        one.look()
+        one.check()
     assert one.beats == 3 and not ends
-    with inside():
-        other.look()  # it sees that others got on
-        assert other.beats == 3 and not ends and not other.gets_on()
+    with waits_for_ranks():
+        other.check()  # it sees that others got on
+        assert other.beats == 3 and not ends and not other.makes_progress()
 
 
 def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,11 +209,11 @@ def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.Monk
 
     class Writes:
         def join(self) -> None:
-            got_on.append(one.gets_on())
+            got_on.append(one.makes_progress())
 
-    saving = Background()
+    saving = BackgroundSave()
     monkeypatch.delattr(sys, "last_value", raising=False)
-    for wait in (saving.end, saving._at_exit):
+    for wait in (saving.wait, saving._at_exit):
         saving.thread = Writes()  # type: ignore[assignment]
         wait()
     assert got_on == [False, False]
@@ -224,12 +226,12 @@ def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.Monk
 def test_one_that_works_gets_on() -> None:
     """Seconds on a processor count, and so does somebody who debugs."""
     (one, _), ends = _hearts(hang_after=0.6)
-    with inside():
-        assert not one.gets_on()
+    with waits_for_ranks():
+        assert not one.makes_progress()
         end = time.process_time() + 0.3
         while time.process_time() < end:
             pass
-        assert one.gets_on()
+        assert one.makes_progress()
         one.spent = None
         names = {"__name__": "pdb", "one": one}
         exec("def asks():\n    return one.gets_on()", names)
@@ -252,39 +254,39 @@ def test_those_that_look_are_not_those_that_work(
         file = tmp_path / str(os.getpid()) / "task" / str(thread) / "schedstat"
         file.write_text(f"{int(ran[thread] * 1e9)} {int(seconds * 1e9)} 1\n")
 
-    monkeypatch.setattr(job, "_PROC", tmp_path)
-    monkeypatch.setattr(heart, "cpu_seconds", lambda _: sum(ran.values()))
-    monkeypatch.setattr(heart, "_stored", lambda: 0)
-    monkeypatch.setattr(reach, "WATCHERS", {2})
+    monkeypatch.setattr(rank_job, "_PROC", tmp_path)
+    monkeypatch.setattr(hang_watch, "cpu_seconds", lambda _: sum(ran.values()))
+    monkeypatch.setattr(hang_watch, "_disk_bytes", lambda: 0)
+    monkeypatch.setattr(store_watch, "WATCHERS", {2})
     (one, _), _ = _hearts(hang_after=30.0)
     queued(1, 5.0)
     queued(2, 5.0)
-    with inside():
-        assert not one.gets_on()
+    with waits_for_ranks():
+        assert not one.makes_progress()
         ran[2] = 9.0
         queued(2, 34.0)
-        assert not one.gets_on()
+        assert not one.makes_progress()
         queued(1, 34.0)
-        assert one.gets_on()
+        assert one.makes_progress()
         one.spent = None
-        assert not one.gets_on()
+        assert not one.makes_progress()
         ran[1] = 9.0
-        assert one.gets_on()
+        assert one.makes_progress()
 
 
 def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own number is among those that do not count, and so are those of the store's."""
-    monkeypatch.setattr(reach, "WATCHERS", set())
+    monkeypatch.setattr(store_watch, "WATCHERS", set())
     (one, _), _ = _hearts(hang_after=30.0)
     store: Any = dist.HashStore  # type: ignore[attr-defined]
-    found = reach.Reach(store, 25.0, lambda _: None)
+    found = store_watch.StoreWatch(store, 25.0, lambda _: None)
     for seen in (one, found):
         seen.ended.set()
-    for run in (one.run, found.ask, found.run):
+    for run in (one.run, found.poll_store, found.check_repeatedly):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-        assert thread.native_id in reach.WATCHERS
+        assert thread.native_id in store_watch.WATCHERS
 
 
 def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +294,14 @@ def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) ->
     begun: list[Any] = []
     store: Any = dist.HashStore  # type: ignore[attr-defined]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setattr(heart, "_watched", False)
-    monkeypatch.setattr(heart, "own_store", store)
-    monkeypatch.setattr(reach, "_kept", True)
+    monkeypatch.setattr(hang_watch, "_watched", False)
+    monkeypatch.setattr(hang_watch, "clone_store", store)
+    monkeypatch.setattr(store_watch, "_watching", True)
     monkeypatch.setattr(atexit, "register", lambda *given: begun.append(given))
     for backend in ("fake", "gloo", "gloo"):
         world = comm.World(size=2, backends={"cpu": backend})
-        monkeypatch.setattr(comm, "job", lambda world=world: world)
-        heart.watch()
+        monkeypatch.setattr(comm, "job_world", lambda world=world: world)
+        hang_watch.watch_ranks()
         assert len(begun) == int(backend == "gloo")
     stop, thread = begun[0]
     assert thread.is_alive()
@@ -310,9 +312,9 @@ def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_passed_while_all_was_stopped() -> None:
     """A machine that slept, or a job that was stopped as a whole, is no hang."""
     (one, _), ends = _hearts(hang_after=30.0)
-    with inside():
-        one.look()
+    with waits_for_ranks():
+        one.check()
         one.moved -= 100
         one.looked -= 100  # as if it had stood still for so long
-        one.look()
+        one.check()
     assert not ends

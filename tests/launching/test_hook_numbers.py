@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.tracing.meta import meta_model
+from schedlang.runtime.tracing.meta_runs import meta_model
 from tests.proofs import planned, proven
 
 

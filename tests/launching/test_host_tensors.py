@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.comm import packing
-from schedlang.runtime.comm.packing import Pickler
-from schedlang.runtime.launch import pickled
+from schedlang.runtime.comm import tensor_pickling
+from schedlang.runtime.comm.tensor_pickling import Pickler
+from schedlang.runtime.launch import pickling
 
 
 def packed(value: Any) -> bytes:
@@ -36,7 +36,10 @@ def marked() -> Tensor:
 
 PLAIN: dict[str, Callable[[], Tensor]] = {
     # in an order that all workers share
-    **{str(d): lambda d=d: torch.randn(3, 2).mul(9).to(d) for d in sorted(packing.DTYPES, key=str)},
+    **{
+        str(d): lambda d=d: torch.randn(3, 2).mul(9).to(d)
+        for d in sorted(tensor_pickling.NUMPY_DTYPES, key=str)
+    },
     "none": lambda: torch.ones(0, 3),
     "a number": lambda: torch.tensor(2.5),
     "not numbers": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
@@ -55,7 +58,7 @@ OTHER: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("ways", [pickled.dumps, packed], ids=["to a rank", "among ranks"])
+@pytest.mark.parametrize("ways", [pickling.dumps, packed], ids=["to a rank", "among ranks"])
 @pytest.mark.parametrize("made", [*PLAIN.values(), *OTHER.values()], ids=[*PLAIN, *OTHER])
 def test_it_comes_as_it_was(made: Callable[[], Tensor], ways: Callable[[Any], bytes]) -> None:
     """Class, dtype, shape, strides, attributes and every bit; and it may be written to."""
@@ -77,14 +80,14 @@ def test_it_comes_as_it_was(made: Callable[[], Tensor], ways: Callable[[Any], by
 @pytest.mark.parametrize("made", PLAIN.values(), ids=PLAIN)
 def test_plain_ones_are_arrays(made: Callable[[], Tensor]) -> None:
     """Torch writes an archive for each tensor, with its name; a plain one needs none."""
-    assert packing.reduced(made()) is not NotImplemented
-    assert b"torch.storage" not in pickled.dumps(made()) + packed(made())
+    assert pickling.reduce_tensor(made()) is not NotImplemented
+    assert b"torch.storage" not in pickling.dumps(made()) + packed(made())
 
 
 @pytest.mark.parametrize("made", OTHER.values(), ids=OTHER)
 def test_others_are_torchs(made: Callable[[], Tensor]) -> None:
     """What numbers and shape do not tell whole is left to torch."""
-    assert packing.reduced(made()) is NotImplemented
+    assert pickling.reduce_tensor(made()) is NotImplemented
 
 
 def test_alike_ones_are_the_same_bytes() -> None:

@@ -9,13 +9,20 @@ import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch import forkserver
-from schedlang.runtime.launch.job import Job, Rank, RankDied, account, judge, unpickled
 from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.rank_job import (
+    RankDied,
+    RankJob,
+    RankProcess,
+    describe_end,
+    raise_failure,
+    unpickle_error,
+)
 from tests.engine import Threads
 
 
-def _failed(*failures) -> Job:
-    job = Job(4, None)
+def _failed(*failures) -> RankJob:
+    job = RankJob(4, None)
     for failure in failures:
         job.fail(*failure)
     job.first_failure -= 60  # the time to speak is over
@@ -34,42 +41,42 @@ def _failed(*failures) -> Job:
 def test_the_cause_is_told(failures) -> None:
     """A death comes before an exception, an exception before a broken connection."""
     with pytest.raises(RankDied, match="cause") as info:
-        judge(_failed(*failures))
+        raise_failure(_failed(*failures))
     assert info.value.rank == 3
 
 
 def test_a_consequence_waits_for_its_cause() -> None:
     """A broken connection alone is not told at once; without failures nothing is."""
-    job = Job(2, None)
-    judge(job)
+    job = RankJob(2, None)
+    raise_failure(job)
     job.fail(2, 0, "connection reset")
-    judge(job)
+    raise_failure(job)
     job.fail(0, 1, "killed")
     with pytest.raises(RankDied, match="killed"):
-        judge(job)
+        raise_failure(job)
 
 
 def test_a_refusal_stays_one() -> None:
     """The refusal that a rank raised is raised itself."""
     refusal = Refusal.of("S999", "not like this")
     with pytest.raises(Refusal):
-        judge(_failed((1, 0, "text", refusal)))
-    assert isinstance(unpickled(pickle.dumps(refusal)), Refusal)
-    assert unpickled(b"") is None and unpickled(b"broken") is None
+        raise_failure(_failed((1, 0, "text", refusal)))
+    assert isinstance(unpickle_error(pickle.dumps(refusal)), Refusal)
+    assert unpickle_error(b"") is None and unpickle_error(b"broken") is None
 
 
 def test_an_account_has_the_last_words(tmp_path: Path) -> None:
     """The signal by name or the code, and the end of what was written to stderr."""
     log = tmp_path / "log"
     log.write_text("\n".join(f"line {i}" for i in range(50)))
-    assert account(-signal.SIGSEGV, log).startswith("killed by SIGSEGV\nline 30")
-    assert account(3, tmp_path / "none") == "ended with exit code 3"
+    assert describe_end(-signal.SIGSEGV, log).startswith("killed by SIGSEGV\nline 30")
+    assert describe_end(3, tmp_path / "none") == "ended with exit code 3"
 
 
 def test_messages_arrive_whole(tmp_path: Path) -> None:
     """However the bytes are cut on their way, each message comes once, and the end is noted."""
     ours, theirs = socket.socketpair()
-    rank = Rank(0, ours, tmp_path / "log")
+    rank = RankProcess(0, ours, tmp_path / "log")
     data = b""
     for message in ("one", {"two": [2] * 1000}):
         body = pickle.dumps(message)
@@ -98,7 +105,7 @@ def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, curren
     log = tmp_path / "log"
     dump = "\n\n".join([THREAD] * threads + [f"{current}{CALLS}", "Extension modules: numpy"])
     log.write_text(f"{GLOO}\nFatal Python error: Aborted\n\n{dump}\n")
-    assert account(-6, log).splitlines() == [
+    assert describe_end(-6, log).splitlines() == [
         "killed by SIGABRT",
         *GLOO.splitlines(),
         "Fatal Python error: Aborted",
@@ -109,9 +116,12 @@ def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, curren
 def test_last_words(tmp_path: Path) -> None:
     """The end of what a process wrote; of one that wrote nothing, how it ended."""
     log = tmp_path / "log"
-    assert account(-9, log) == "killed by SIGKILL"
+    assert describe_end(-9, log) == "killed by SIGKILL"
     log.write_text("\n".join(map(str, range(100))))
-    assert account(3, log).splitlines() == ["ended with exit code 3", *map(str, range(80, 100))]
+    assert describe_end(3, log).splitlines() == [
+        "ended with exit code 3",
+        *map(str, range(80, 100)),
+    ]
 
 
 class Unsent:

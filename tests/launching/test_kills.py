@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
 from schedlang.runtime.launch.pool import Pool, RankDied
 from tests.launching.agents import runs
 
@@ -152,7 +152,7 @@ def _killed(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: P
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """Ranks of these tests alone."""
-    with Pool(preload=(*BASE, *PROGRAMS)) as pool:
+    with Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) as pool:
         pool.run(int, 2)
         yield pool
 

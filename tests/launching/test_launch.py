@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, report_progress
 from tests import forks
 from tests.launching.agents import runs
 
@@ -83,13 +83,13 @@ def test_progress_is_told(pool: Pool) -> None:
     seen: list[tuple[int, object]] = []
 
     def work() -> None:
-        progress("one")
-        progress({"two": 2})
+        report_progress("one")
+        report_progress({"two": 2})
 
     pool.run(work, 2, on_progress=lambda rank, what: seen.append((rank, what)))
     assert [what for rank, what in seen if rank == 1] == ["one", {"two": 2}]
     assert {rank for rank, _ in seen} == {0, 1}
-    progress("nobody")
+    report_progress("nobody")
 
 
 def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> No
     sign = str(tmp_path / "sign")
 
     def work() -> None:
-        progress("begun")
+        report_progress("begun")
         while not os.path.exists(sign):
             time.sleep(0.01)
 
@@ -115,7 +115,7 @@ def test_what_is_done_with_progress_is_no_hang(pool: Pool, tmp_path: Path) -> No
     heard = tmp_path / "heard"
 
     def work() -> None:
-        progress("begun")
+        report_progress("begun")
         while not heard.exists():
             time.sleep(0.05)
         time.sleep(0.8)
@@ -242,7 +242,7 @@ def test_a_mismatched_collective_is_a_hang(pool: Pool) -> None:
     """Ranks that wait for each other are found, with the line where each stands, and are gone."""
 
     def stuck() -> None:
-        progress(os.getpid())
+        report_progress(os.getpid())
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(1))
         else:
@@ -304,7 +304,7 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys, time, signal
-from schedlang.runtime.launch.pool import Pool, progress, shared
+from schedlang.runtime.launch.pool import Pool, progress, shared_pool
 import torch.distributed as dist, torch
 
 class Own:
@@ -319,7 +319,7 @@ def work(kind):
 print("once")
 kind = sys.argv[1]
 seen = lambda rank, pids: print("pids", *pids, flush=True)
-results = shared().run(work, 2, kind, on_progress=seen, hang_after=1000)
+results = shared_pool().run(work, 2, kind, on_progress=seen, hang_after=1000)
 assert isinstance(results[0][0], Own) and results[1][1] == 2
 print("fine")
 """

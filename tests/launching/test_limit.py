@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.runtime.launch.job import HERE, current, limited
 from schedlang.runtime.launch.pool import Hang, Pool
+from schedlang.runtime.launch.rank_job import THIS_PROCESS, current_limit, limit_time
 from tests import forks
 
 MODEL = """
@@ -85,29 +85,29 @@ def test_this_process() -> None:
 
     start = time.monotonic()
     said = r"not finished after 0\.5 s\nthis process:"
-    with pytest.raises(Hang, match=said) as info, limited(0.5):
+    with pytest.raises(Hang, match=said) as info, limit_time(0.5):
         stubborn()
     assert time.monotonic() - start < 10
-    assert "in _spin" in info.value.stacks[HERE]
-    assert current() is None and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert "in _spin" in info.value.stacks[THIS_PROCESS]
+    assert current_limit() is None and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_what_ends_in_time() -> None:
     """Nothing is left of the limit, nor is anything taken from an alarm of the caller's."""
     before = signal.getsignal(signal.SIGALRM)
-    with limited(30.0):
-        assert current() is not None
+    with limit_time(30.0):
+        assert current_limit() is not None
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    with limited(None):
-        assert current() is None
+    with limit_time(None):
+        assert current_limit() is None
 
 
 def test_ranks(pool: Pool) -> None:
     """Where each rank stands is told; the pool works on afterwards."""
     pool.run(_one, 2)  # what starts them is not what is asked about
     start = time.monotonic()
-    with pytest.raises(Hang, match="not finished after 3 s") as info, limited(3.0):
+    with pytest.raises(Hang, match="not finished after 3 s") as info, limit_time(3.0):
         pool.run(_spin, 2)
     assert time.monotonic() - start < 120
     assert sorted(info.value.stacks) == [0, 1]
@@ -121,7 +121,7 @@ def test_ranks_off_the_main_thread(pool: Pool) -> None:
 
     def work() -> None:
         try:
-            with limited(2.0):
+            with limit_time(2.0):
                 pool.run(_spin, 1)
         except Hang as hang:
             seen.append(hang)

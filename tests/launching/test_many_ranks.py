@@ -114,10 +114,10 @@ def _named(waits: bool) -> list[int]:
 
 def _sums() -> list[int]:
     """In groups of each rank's own, and in one of some."""
-    world, x = comm.here(), torch.ones(1)
+    world, x = comm.current_world(), torch.ones(1)
     found = []
     for groups in ([(0, 1), (2, 3)], [(1, 3)], [(0, 2), (1, 3)], [(0, 1, 2), (3,)]):
-        group = world.made(groups)
+        group = world.make_group(groups)
         y = x * 10 ** comm.rank()
         if group is not None:
             dist.all_reduce(y, group=group)

@@ -11,18 +11,22 @@ from typing import Any
 import pytest
 
 from schedlang.passes.lower.build import build
-from schedlang.runtime.launch.forkserver import PROGRAMS, wanted
+from schedlang.runtime.launch.forkserver import PROGRAM_MODULES, modules_to_import
 from schedlang.runtime.launch.pool import Pool
 
 
 def test_a_job_that_builds_programs_wants_what_they_need() -> None:
     """Whoever names a pass gets all of it, other jobs what they name; and all of it exists."""
-    assert wanted(("torch", build.__module__)) == ("torch", build.__module__, *PROGRAMS)
-    assert wanted(("torch", "schedlang.diagnostics.diagnostic")) == (
+    assert modules_to_import(("torch", build.__module__)) == (
+        "torch",
+        build.__module__,
+        *PROGRAM_MODULES,
+    )
+    assert modules_to_import(("torch", "schedlang.diagnostics.diagnostic")) == (
         "torch",
         "schedlang.diagnostics.diagnostic",
     )
-    assert all(importlib.util.find_spec(name) is not None for name in PROGRAMS)
+    assert all(importlib.util.find_spec(name) is not None for name in PROGRAM_MODULES)
 
 
 def _at_birth(_: Any) -> tuple[set[str], int]:
@@ -36,5 +40,5 @@ def test_ranks_are_born_with_it_and_the_server_has_one_thread() -> None:
     """A fresh rank imports none of it by itself, and none of it has started a thread."""
     with Pool() as pool:
         modules, threads = pool.run(_at_birth, 1, build)[0]
-    assert set(PROGRAMS) <= modules and "torch.distributed.fsdp" in modules
+    assert set(PROGRAM_MODULES) <= modules and "torch.distributed.fsdp" in modules
     assert threads == 1

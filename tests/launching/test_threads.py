@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from schedlang import runtime
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.activation_memory.selective import Chosen, Turns
+from schedlang.runtime.activation_memory.selective import CallNumbers, SelectiveModes
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.launch.pool import Hang, RankDied, progress
+from schedlang.runtime.launch.pool import Hang, RankDied, report_progress
 from tests.engine import Mismatch, Threads
 from tests.engine.globals import OWN
 
@@ -177,7 +177,7 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
     def work() -> tuple[Any, ...]:
         rank, seen = dist.get_rank(), []
         torch.set_default_dtype(torch.float64 if rank else torch.float16)
-        with collectives.listening(lambda *what: seen.append(what)):
+        with collectives.listen_to_collectives(lambda *what: seen.append(what)):
             group = collectives.Group(("x",), (0, 1), rank, dist.group.WORLD)
             for _ in range(2 + rank):
                 drawn = torch.rand(3, dtype=torch.float32)
@@ -210,13 +210,13 @@ SHARED = {
     ("operator", "_keys"),
     ("launch", "_jitted"),
     ("add_norm", "_functions"),
-    ("add_norm", "_alive"),
+    ("add_norm", "_layers_by_class"),
     ("torch_compile", "_done"),
     ("torch_compile", "_kept"),
     ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
-    ("own_loop", "_known"),
+    ("own_loop", "_checked"),
     ("transfer", "_KNOWN"),
 }
 
@@ -243,21 +243,21 @@ def test_progress_is_told(threads: Threads) -> None:
     seen: list[tuple[int, object]] = []
 
     def work() -> None:
-        progress("one")
-        progress({"two": 2})
+        report_progress("one")
+        report_progress({"two": 2})
 
     threads.run(work, 2, on_progress=lambda rank, what: seen.append((rank, what)))
     assert sorted(seen, key=lambda s: s[0]) == [
         (rank, what) for rank in (0, 1) for what in ("one", {"two": 2})
     ]
-    progress("nobody")
+    report_progress("nobody")
 
 
 def test_modes_see_the_collectives(threads: Threads) -> None:
     """Operators go through torch's dispatcher, as those of gloo: what keeps results sees them."""
 
     def work() -> tuple[list[float], int]:
-        keep = Chosen(Turns, (), collectives=True)
+        keep = SelectiveModes(CallNumbers, (), collectives=True)
         found = []
         for mode in (keep.forward, keep.second):
             with mode:

@@ -10,27 +10,31 @@ import torch
 from torch import Tensor, nn
 
 import schedlang
-from schedlang.passes.propagate.original import ByLabels
-from schedlang.runtime.activation_memory.dynamic import dynamic
-from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
+from schedlang.passes.propagate.original_forward import LabelWeight
+from schedlang.runtime.activation_memory.dynamic import limit_saved_bytes
+from schedlang.runtime.activation_memory.quantized import (
+    Quantization,
+    QuantizationCounts,
+    quantize_saved,
+)
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.device import (
-    Replayed,
+    RestoredGenerators,
     default_generators,
-    indexed,
-    numbers,
-    own_device,
-    undrawn,
+    generators_restored,
+    local_device,
+    plain_numbers,
+    with_index,
 )
-from schedlang.runtime.fusion.checked import draws
-from schedlang.runtime.grad_reduction.gradient import norm_alone
-from schedlang.runtime.moe.dispatch import Counts, Step, Way, sent_by
-from schedlang.runtime.moe.experts import kept
-from schedlang.runtime.offload.saved_tensors import everything_moves
+from schedlang.runtime.fusion.check_fused import draws_random
+from schedlang.runtime.grad_reduction.gradient import norm_on_one_rank
+from schedlang.runtime.moe.dispatch import ChunkCounts, DispatchStep, RoutedRows, count_sent_rows
+from schedlang.runtime.moe.experts import capacity_mask
+from schedlang.runtime.offload.offloaded_activations import offload_all_sizes
 from schedlang.runtime.optim.loss_scale import LossScale
-from schedlang.runtime.pipeline.parking import offload, reload
-from schedlang.runtime.pipeline.recomputed_forward import Kept
+from schedlang.runtime.pipeline.evicted_activations import offload, reload
+from schedlang.runtime.pipeline.recomputed_forward import RecomputeInputs
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.storage import copies
 from tests.accelerator.parked import parked
@@ -90,7 +94,7 @@ def _trained(device: Any, rows: Callable[[Any], Any], rate: float = 0.0) -> dict
     """The parameters after three steps of two microbatches."""
     sch = schedlang.create_schedule(Model(rate).to(device))
     rows(sch)
-    with everything_moves():
+    with offload_all_sizes():
         program = sch.build(
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
             batch=_batch(0, device),
@@ -130,8 +134,8 @@ def test_one_way_and_back(acc: Any) -> None:
     del x
     assert host.is_pinned()
     there, event = copies.to_device(host, torch.device("sim"))
-    assert torch.equal(copies.ready(there, event).cpu(), wanted)
-    copies.settle()
+    assert torch.equal(copies.wait_copy(there, event).cpu(), wanted)
+    copies.wait_all()
     assert torch.equal(host, wanted)
 
 
@@ -164,7 +168,7 @@ def test_written_behind(acc: Any) -> None:
     x, new = torch.randn(32, device="sim"), torch.randn(32).pin_memory()
     twice = x * 2
     before = x.cpu()
-    copies.onto(x, new)
+    copies.copy_into(x, new)
     assert torch.equal((x + 1).cpu(), new + 1) and torch.equal(twice.cpu(), before * 2)
 
 
@@ -196,15 +200,15 @@ def test_gradients_wait_for_none(acc: Any) -> None:
 
 def test_draws_of_the_device(acc: Any) -> None:
     """The generator of the device stands where it stood, for a second run and after a look."""
-    device = indexed(torch.device("sim"))
-    drawn = Replayed(default_generators([device]))
+    device = with_index(torch.device("sim"))
+    drawn = RestoredGenerators(default_generators([device]))
     first = torch.rand(8, device=device).cpu()
     with drawn:
         assert torch.equal(torch.rand(8, device=device).cpu(), first)
     following = torch.rand(8, device=device).cpu()
     with drawn:
         torch.rand(8, device=device)
-        with undrawn():
+        with generators_restored():
             torch.manual_seed(7)
             torch.rand(8, device=device)
         assert torch.equal(torch.rand(8, device=device).cpu(), following)
@@ -214,10 +218,10 @@ def test_numbers_are_read_at_once(acc: Any) -> None:
     """Numbers on the device take one wait, numbers of the host none."""
     there = [torch.tensor(float(k), device="sim") for k in range(4)]
     acc.reset()
-    assert numbers([*there, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
+    assert plain_numbers([*there, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
     assert len(acc.synchronisations()) == 1
     with acc.no_synchronisation():
-        assert numbers([1, 2.5]) == [1.0, 2.5]
+        assert plain_numbers([1, 2.5]) == [1.0, 2.5]
 
 
 def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +229,10 @@ def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     before = torch.accelerator.current_device_index()
     try:
-        assert own_device() == torch.device("sim", 3)
+        assert local_device() == torch.device("sim", 3)
         assert torch.accelerator.current_device_index() == 3
         monkeypatch.setenv("LOCAL_RANK", "1")
-        assert own_device() == torch.device("sim", 3)
+        assert local_device() == torch.device("sim", 3)
     finally:
         torch.accelerator.set_device_index(before)
 
@@ -249,7 +253,10 @@ def _twice(module: nn.Module, kept: Callable[[nn.Module], Any]) -> tuple[Tensor,
     return found[0], found[1]
 
 
-AGAIN = {"checkpoint": lambda one: checkpoint(one), "in a budget": lambda one: dynamic([one], 0)}
+AGAIN = {
+    "checkpoint": lambda one: checkpoint(one),
+    "in a budget": lambda one: limit_saved_bytes([one], 0),
+}
 
 
 @pytest.mark.parametrize("kind", AGAIN)
@@ -275,10 +282,10 @@ def test_a_stage_again(acc: Any) -> None:
     """A stage that is run again draws alike, on its device and from generators of its own, and
     leaves both where the first run left them."""
     model, x = Own().to("sim"), torch.ones(4, 4, device="sim")
-    kept = Kept.now({}, model, x.device)
+    kept = RecomputeInputs.capture({}, model, x.device)
     first = model(x).cpu()
     wanted = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
-    with kept.drawn:
+    with kept.rng_states:
         assert torch.equal(model(x).cpu(), first)
     after = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
     assert all(map(torch.equal, wanted, after))
@@ -287,7 +294,9 @@ def test_a_stage_again(acc: Any) -> None:
 def test_what_draws_is_seen(acc: Any) -> None:
     """A module that draws on its device is known as one that draws."""
     x = torch.randn(2, WIDTH, device="sim")
-    assert draws(Block(0.5).to("sim"), ((x,), {})) and not draws(Block(0.0).to("sim"), ((x,), {}))
+    assert draws_random(Block(0.5).to("sim"), ((x,), {})) and not draws_random(
+        Block(0.0).to("sim"), ((x,), {})
+    )
 
 
 def test_a_scale_waits_for_nobody(acc: Any) -> None:
@@ -300,11 +309,11 @@ def test_a_scale_waits_for_nobody(acc: Any) -> None:
         like = torch.zeros(3, dtype=torch.float64, device="sim")
         with acc.no_synchronisation():
             scale.unscale(dict(layer.named_parameters()))
-            told = scale.told(like)
-        scale.hear(told)
-        assert scale.overflow is wanted and scale.next() is not wanted
+            told = scale.overflow_flag(like)
+        scale.set_overflow(told)
+        assert scale.overflow is wanted and scale.update() is not wanted
     scale.unscale(dict(layer.named_parameters()))  # of a world of one, where nobody is told
-    assert not scale.next() and scale.overflow
+    assert not scale.update() and scale.overflow
 
 
 def test_a_norm_of_both_memories(acc: Any) -> None:
@@ -318,7 +327,7 @@ def test_a_norm_of_both_memories(acc: Any) -> None:
         held[name].grad = wanted.to(held[name].device)
     norm = nn.utils.clip_grad_norm_(parameters.values(), 0.5)
     acc.reset()
-    found = norm_alone(held, 0.5)
+    found = norm_on_one_rank(held, 0.5)
     assert len(acc.synchronisations()) == 1
     torch.testing.assert_close(found.cpu(), norm)
     for name, p in held.items():
@@ -328,10 +337,10 @@ def test_a_norm_of_both_memories(acc: Any) -> None:
 def test_labels_are_counted_at_once(acc: Any) -> None:
     """What all parts of a batch weigh takes one wait, however many parts there are."""
     rule = LabelRule("labels", (), -100)
-    weigh = ByLabels(rule)
+    weigh = LabelWeight(rule)
     parts = [_batch(seed, "sim") for seed in range(5)]
     acc.reset()
-    found = numbers([weigh.counted(part) for part in parts])
+    found = plain_numbers([weigh.counted(part) for part in parts])
     assert len(acc.synchronisations()) == 1
     assert found == [22.0] * 5 == [weigh(part) for part in parts]
 
@@ -342,23 +351,23 @@ def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
 
     rank = dist.get_rank()
     group = Group(("dp",), (0, 1), rank, dist.group.WORLD)
-    step = Step(group, ((0, 1), (2, 3)))
+    step = DispatchStep(group, ((0, 1), (2, 3)))
     generator = torch.Generator().manual_seed(rank)
     experts = torch.randint(0, 4, (10,), generator=generator).to("sim")
     rows = torch.randn(10, 4, generator=generator).to("sim")
 
-    def take() -> Way:
-        counts = Counts.of(sent_by(experts, None, 1, 4, [step]).tolist(), 1, 4, [step])
+    def take() -> RoutedRows:
+        counts = ChunkCounts.of(count_sent_rows(experts, None, 1, 4, [step]).tolist(), 1, 4, [step])
         assert counts is not None
-        return step.take(Way(rows, experts, counts.chunks[0]))
+        return step.dispatch(RoutedRows(rows, experts, counts.chunks[0]))
 
     take()
     here = accelerators.current()
     here.reset()
     if capacity is not None:
-        kept(experts[:, None], 4, capacity)
+        capacity_mask(experts[:, None], 4, capacity)
     way = take()
-    y = way.home(way.rows * (1 + way.experts)[:, None])
+    y = way.return_results(way.rows * (1 + way.experts)[:, None])
     waits = [str(one) for one in here.synchronisations()]
     return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()
 
@@ -385,7 +394,7 @@ def test_parked_on_the_host(acc: Any) -> None:
         assert not bag.bytes
         torch.randn(256, 256, device="sim")  # takes what has become free
         reload(step, op)
-        bag.open()
+        bag.restore()
         loss.backward()
     for p, grad in zip(model.parameters(), wanted, strict=True):
         assert p.grad is not None
@@ -396,10 +405,10 @@ def test_coded(acc: Any) -> None:
     """Of what is kept in few bits values are looked at in the first call, and never again; it is
     kept as on the CPU."""
     model, x = Block(0.0), torch.randn(64, WIDTH)
-    same, tally, theirs = Block(0.0).to("sim"), Tally(), Tally()
+    same, tally, theirs = Block(0.0).to("sim"), QuantizationCounts(), QuantizationCounts()
     same.load_state_dict(model.state_dict())
-    code(model, "block", Coding(8, 16), theirs)
-    code(same, "block", Coding(8, 16), tally)
+    quantize_saved(model, "block", Quantization(8, 16), theirs)
+    quantize_saved(same, "block", Quantization(8, 16), tally)
     for step in range(3):
         there = x.to("sim")
         acc.reset()
@@ -431,8 +440,8 @@ class Cast(nn.Module):
 
 def test_casts_of_weights_are_known_again(acc: Any) -> None:
     """A cast of a weight is told from an activation of its shape in the first call."""
-    model, tally = Cast().to("sim"), Tally()
-    code(model, "it", Coding(8, 16), tally)
+    model, tally = Cast().to("sim"), QuantizationCounts()
+    quantize_saved(model, "it", Quantization(8, 16), tally)
     for step in range(3):
         x = torch.randn(WIDTH, WIDTH, device="sim", requires_grad=True)
         acc.reset()
@@ -453,7 +462,7 @@ def test_scores_that_are_masked_later(acc: Any, first: bool) -> None:
     """Where the first call had no mask (or had one), later masked scores come back as they were,
     and the gradient is as near as without a mask."""
     module = Scores()
-    code(module, "it", Coding(8, 16))
+    quantize_saved(module, "it", Quantization(8, 16))
     scores = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(8, 64, generator=torch.Generator().manual_seed(1)) < 0.2
     weigh = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).masked_fill(mask, 0)

@@ -12,7 +12,7 @@ from schedlang.ir.memory import CLASSES
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.simulate.rehearse import estimate
+from schedlang.passes.simulate.simulated_ranks import estimate_memory
 from tests import models
 from tests.counting import Counter
 from tests.proofs import planned
@@ -50,7 +50,7 @@ def plain() -> tuple[int, int]:
 
 def told(plan: Plan, batch: Any) -> tuple[int, int]:
     """Bytes of activations after the forward, and of all but the state at most, as estimated."""
-    (one,) = estimate(plan, batch, None, prepare(plan, batch))
+    (one,) = estimate_memory(plan, batch, None, prepare(plan, batch))
     (forward,) = [moment for moment in one.moments if moment.what == "0F0"]
     first = CLASSES.index("activations")
     return forward.end[first], one.passing

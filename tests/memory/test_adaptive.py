@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.analyze.fewer_bits import CHOICES, allot, allotted, variance
+from schedlang.passes.analyze.compressed_activations import (
+    BIT_CHOICES,
+    allot_bits,
+    find_bit_table,
+    gradient_variance,
+)
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate.propagate import root_of
+from schedlang.passes.propagate.propagate import backward_root_of
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.activation_memory.costs import Place, places_of
+from schedlang.runtime.activation_memory.costs import SavedPlace, find_places
 from schedlang.runtime.forward import layers_of
 from tests import models
 from tests.engine import Threads
@@ -43,30 +48,34 @@ def test_a_budget_is_kept_and_well_spent(some: list[tuple[int, int]], budget: fl
     """No more bits than the budget are given; the variance is at most that of the same bits for
     all, and that of the best of all choices with one step less."""
     elements, changes = [size for size, _ in some], [2.0**power for _, power in some]
-    bits = allot(elements, changes, budget)
+    bits = allot_bits(elements, changes, budget)
     total = budget * sum(elements)
 
     def room(each: Any) -> float:
         return float(sum(b * n for b, n in zip(each, elements)))
 
-    assert set(bits) <= set(CHOICES) and room(bits) <= total + 1e-9
-    alike = [max(c for c in CHOICES if c <= budget)] * len(bits)
-    assert variance(changes, bits) <= variance(changes, alike)
+    assert set(bits) <= set(BIT_CHOICES) and room(bits) <= total + 1e-9
+    alike = [max(c for c in BIT_CHOICES if c <= budget)] * len(bits)
+    assert gradient_variance(changes, bits) <= gradient_variance(changes, alike)
     step = 4 * max(elements)  # what one tensor more takes at most
     every = [
-        each for each in itertools.product(CHOICES, repeat=len(bits)) if room(each) <= total - step
+        each
+        for each in itertools.product(BIT_CHOICES, repeat=len(bits))
+        if room(each) <= total - step
     ]
     if every:
-        best = min(variance(changes, each) for each in every)
-        assert variance(changes, bits) <= best * (1 + 1e-9)
+        best = min(gradient_variance(changes, each) for each in every)
+        assert gradient_variance(changes, bits) <= best * (1 + 1e-9)
 
 
 def test_alike_tensors_share_alike() -> None:
     """Equal tensors of a whole budget get its bits; one that matters more gets more, and one that
     does not matter fewest."""
-    assert allot([10, 10, 10], [1.0, 1.0, 1.0], 4) == [4, 4, 4]
-    assert allot([10, 10, 10], [1e6, 1.0, 0.0], 4) == [8, 2, 2]
-    assert allot([10, 10], [1.0, 1.0], 8) == [8, 8] and allot([10, 10], [1.0, 1.0], 2) == [2, 2]
+    assert allot_bits([10, 10, 10], [1.0, 1.0, 1.0], 4) == [4, 4, 4]
+    assert allot_bits([10, 10, 10], [1e6, 1.0, 0.0], 4) == [8, 2, 2]
+    assert allot_bits([10, 10], [1.0, 1.0], 8) == [8, 8] and allot_bits(
+        [10, 10], [1.0, 1.0], 2
+    ) == [2, 2]
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -88,11 +97,11 @@ def test_sensitivity_is_the_variance_of_the_gradient() -> None:
     """The change that is measured is that of the weight's gradient alone, whose variance goes with
     the square of what is rounded; what is rounded in another module is not seen."""
     x, model = drawn(64, 32).requires_grad_(), Two()
-    seen = places_of(model, {"large": 32, "small": 32}, lambda: root_of(model(x), None))
+    seen = find_places(model, {"large": 32, "small": 32}, lambda: backward_root_of(model(x), None))
     (large,), (small,) = (
         [one for place, one in seen.items() if place.module == name] for name in ("large", "small")
     )
-    assert set(seen) == {Place("large", 1), Place("small", 1)}
+    assert set(seen) == {SavedPlace("large", 1), SavedPlace("small", 1)}
     assert large.elements == small.elements == 64 * 32 and large.site == "large"
     assert large.change is not None and small.change is not None
     assert large.change / small.change == pytest.approx(1e4, rel=0.5)
@@ -106,12 +115,12 @@ def test_more_bits_where_the_gradient_is_sensitive() -> None:
     values has all alike, within the budget."""
     rows = "{large,small}  compress(activations, adaptive, bits=5, block=32)"
     batch = {"x": drawn(64, 32).requires_grad_()}
-    table = allotted(planned(Two(), rows, "", "lossy"), batch, None)
+    table = find_bit_table(planned(Two(), rows, "", "lossy"), batch, None)
     assert [one.bits for one in table["large"]] == [8]
     assert [one.bits for one in table["small"]] == [2]
     with torch.device("meta"):
         empty = Two()
-    table = allotted(planned(empty, rows, "", "lossy"), batch, None)
+    table = find_bit_table(planned(empty, rows, "", "lossy"), batch, None)
     assert {one.bits for some in table.values() for one in some} == {4}
 
 
@@ -123,7 +132,7 @@ def test_without_values_each_module_has_the_budget(budget: float) -> None:
         with torch.device(device):
             model = models.gpt2(2)
         plan = planned(model, ROW.format(budget), "", "lossy")
-        tables.append(allotted(plan, models.tokens(rows=2), None))
+        tables.append(find_bit_table(plan, models.tokens(rows=2), None))
     sizes = [
         sum(one.bits * one.elements for some in table.values() for one in some) for table in tables
     ]
@@ -186,8 +195,10 @@ def test_another_table_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatc
     """A program that takes the bits of the next tensor has other gradients than the one process."""
     from schedlang.runtime.activation_memory import quantized
 
-    plain = quantized.Code.at
-    monkeypatch.setattr(quantized.Code, "at", lambda self, number: plain(self, number + 1))
+    plain = quantized.QuantizedActivations.coding_of
+    monkeypatch.setattr(
+        quantized.QuantizedActivations, "coding_of", lambda self, number: plain(self, number + 1)
+    )
     plan = planned(models.gpt2(1), ROW.format(4), "", "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}

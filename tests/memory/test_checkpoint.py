@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.partition.chains import Counting, costs_of
-from schedlang.remat import places
-from schedlang.remat.rotor import peak
+from schedlang.passes.partition.recomputed_chains import CostSubject, costs_of
+from schedlang.remat import places_of
+from schedlang.remat.rotor import peak_saved
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -59,10 +59,10 @@ def test_a_plan_fits_each_stage() -> None:
     assert names == plan.actions[0].sites and len(trees) == 2
     first, last = (sum(isinstance(item, tuple) for item in tree) for _, tree in trees)
     assert first > last
-    costs = costs_of(Counting(plan, made.traced, made.staged, BATCHES[0]), names)
+    costs = costs_of(CostSubject(plan, made.traced, made.staged, BATCHES[0]), names)
     for (chain, tree), alive in zip(trees, (2, 1)):
         mine = [costs[names.index(name)] for name in chain]
-        assert len(places(tree)) == 3 and peak(tree, mine) * alive <= 500 * 1024
+        assert len(places_of(tree)) == 3 and peak_saved(tree, mine) * alive <= 500 * 1024
 
 
 def test_a_plan_is_refused_in_less_than_any_needs() -> None:
@@ -185,6 +185,35 @@ def test_one_layer_that_is_told_to_draw(noise: object) -> None:
     plan = planned(model, "layers.*  checkpoint()")
     with pytest.raises(Refusal, match="recomputing `layers.2` gives another result"):
         prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
+
+
+class Depth(nn.Module):
+    """Leaves out rows by a mask of numpy's, or all of them by a number of Python's, at a rate."""
+
+    def __init__(self, rate: float, numpy: bool) -> None:
+        super().__init__()
+        self.lin, self.rate, self.numpy = nn.Linear(4, 4), rate, numpy
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        if self.rate and self.numpy:
+            y = y * torch.from_numpy(np.random.rand(len(x), 1) > self.rate).to(y.device)
+        elif self.rate:
+            y = y * torch.tensor(float(random.random() > self.rate), dtype=y.dtype)
+        return x + y
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("rates", [(0.0, 1e-9, 2e-9, 3e-9), (1e-9, 2e-9, 3e-9, 4e-9)])
+def test_draws_that_seldom_differ(rates: tuple[float, ...], numpy: bool) -> None:
+    """Rates rise from layer to layer: the first may be 0, and others give alike twice by luck."""
+    model = models.Stack((Depth(rate, numpy) for rate in rates), "layers").double()
+    first = next(place for place, rate in enumerate(rates) if rate)
+    said = f"recomputing `layers.{first}` gives another result: it draws from"
+    with pytest.raises(Refusal, match=said):
+        prepare(
+            planned(model, "layers.*  checkpoint()"), {"x": torch.ones(3, 4, dtype=torch.float64)}
+        )
 
 
 class Fast(nn.Module):

@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.partition.chains import Counting, costs_of
+from schedlang.passes.partition.recomputed_chains import CostSubject, costs_of
 from schedlang.passes.simulate.account import account
-from schedlang.remat.operators import Operator, choices, frontier, needed, pareto
-from schedlang.remat.rotor import Cost
-from schedlang.runtime.activation_memory.costs import Menu
+from schedlang.remat.operators import (
+    Operator,
+    choose_saved,
+    min_memory,
+    module_choices,
+    pareto_front,
+)
+from schedlang.remat.rotor import ModuleCost
+from schedlang.runtime.activation_memory.costs import OperatorCosts
 from schedlang.runtime.activation_memory.recompute import checkpoint
-from schedlang.runtime.tracing.record import counted
+from schedlang.runtime.tracing.recording import counting_costs
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_recompute import Stack, batch, gradients
@@ -29,7 +35,7 @@ BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
 ROW = "transformer.h.*  checkpoint(plan=pareto, memory={})\n"
 
 
-def drawn(count: int, seed: int) -> Cost:
+def drawn(count: int, seed: int) -> ModuleCost:
     """A module with some operators, in small whole numbers."""
     draw = random.Random(seed)
     made = []
@@ -40,7 +46,7 @@ def drawn(count: int, seed: int) -> Cost:
         made.append(Operator(key, draw.randint(1, 9), size, saved))
     entered = draw.randint(0, 3)
     saved = entered + sum(one.saved for one in made) + draw.randint(0, 3)
-    return Cost(0.0, saved, entered, tuple(made), draw.randint(0, 5))
+    return ModuleCost(0.0, saved, entered, tuple(made), draw.randint(0, 5))
 
 
 def sets(operators: tuple[Operator, ...]) -> Iterator[tuple[Operator, ...]]:
@@ -56,7 +62,7 @@ def test_no_set_beats_the_frontier(count: int) -> None:
     for seed in range(8):
         operators = drawn(count, seed).operators
         total = sum(one.work for one in operators)
-        found = frontier(operators)
+        found = pareto_front(operators)
         for size, work, kept in found:
             chosen = [operators[place] for place in kept]
             assert size == sum(one.bytes for one in chosen)
@@ -67,7 +73,7 @@ def test_no_set_beats_the_frontier(count: int) -> None:
             assert best == min(work for other, work, _ in found if other <= size)
 
 
-def ways(cost: Cost) -> list[tuple[int, int, float]]:
+def ways(cost: ModuleCost) -> list[tuple[int, int, float]]:
     """Held, during and again of all that can be done with one module."""
     found = [(cost.saved, 0, 0.0)]
     for kept in sets(cost.operators):
@@ -91,9 +97,9 @@ def test_no_choice_for_a_chain_is_better(seed: int) -> None:
         known.append((most, sum(again for _, _, again in chosen)))
     least = min(most for most, _ in known)
     # a module that keeps more than all it saves is never better, and so not among the choices
-    assert needed(chain) == least and pareto(chain, least - 1) is None
+    assert min_memory(chain) == least and choose_saved(chain, least - 1) is None
     for memory in range(least, max(most for most, _ in known) + 1):
-        found = pareto(chain, memory)
+        found = choose_saved(chain, memory)
         assert found is not None
         before = 0
         for choice in found:
@@ -110,21 +116,21 @@ def test_a_long_chain_is_cheap_and_fits() -> None:
     made = tuple(
         Operator((f"o{k}", 0), draw.randint(1, 10**9), draw.randint(1, 10**6), 0) for k in range(30)
     )
-    cost = Cost(0.0, sum(one.bytes for one in made), 10, made)
+    cost = ModuleCost(0.0, sum(one.bytes for one in made), 10, made)
     chain, found = [cost] * 9, []
-    for memory in (*range(needed(chain), cost.saved * 9, cost.saved * 4), cost.saved * 9):
-        chosen = pareto(chain, memory)
+    for memory in (*range(min_memory(chain), cost.saved * 9, cost.saved * 4), cost.saved * 9):
+        chosen = choose_saved(chain, memory)
         assert chosen is not None and sum(one.held for one in chosen) <= memory
         found.append(sum(one.again for one in chosen))
     assert found == sorted(found, reverse=True) and found[-1] == 0
-    assert len(choices(cost)) < 200
+    assert len(module_choices(cost)) < 200
 
 
-def counted_operators(model: nn.Module) -> Menu:
+def counted_operators(model: nn.Module) -> OperatorCosts:
     """What could be kept of the blocks of a stack."""
-    menu = Menu(2)
+    menu = OperatorCosts(2)
     x, mask = batch()
-    with counted(menu, model, ["blocks.0", "blocks.1"]):
+    with counting_costs(menu, model, ["blocks.0", "blocks.1"]):
         model(x.requires_grad_(), mask=mask)
     return menu
 
@@ -214,7 +220,7 @@ def test_a_plan_keeps_products_and_repeats_the_rest() -> None:
     plan = planned(models.gpt2(dropout=0.1), ROW.format("400KiB"))
     made = prepare(plan, BATCHES[0])
     ((_, chosen),) = made.chains[plan.actions[0].sites]
-    costs = costs_of(Counting(plan, made.traced, made.staged, BATCHES[0]), plan.actions[0].sites)
+    costs = costs_of(CostSubject(plan, made.traced, made.staged, BATCHES[0]), plan.actions[0].sites)
     kept = [choice.kept for choice in chosen]
     assert any(keys for keys in kept) and all(
         name == "aten::addmm" for keys in kept for name, _ in keys or ()
@@ -223,7 +229,9 @@ def test_a_plan_keeps_products_and_repeats_the_rest() -> None:
     for choice in chosen:
         assert before + choice.held + choice.during <= 400 * 1024
         before += choice.held
-    works = [sum(c.again for c in pareto(costs, memory) or ()) for memory in (300_000, 400_000)]
+    works = [
+        sum(c.again for c in choose_saved(costs, memory) or ()) for memory in (300_000, 400_000)
+    ]
     assert works[0] > works[1] > 0
 
 

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.runtime.activation_memory.quantized import Coding, Tally, code, rounded
-from schedlang.runtime.storage.saved import unpack
+from schedlang.runtime.activation_memory.quantized import (
+    Quantization,
+    QuantizationCounts,
+    quantize,
+    quantize_saved,
+)
+from schedlang.runtime.storage.saved_tensors_slot import unpack
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
@@ -37,7 +42,7 @@ def test_within_a_step_of_its_block(dtype: torch.dtype, bits: int) -> None:
     """Each element is off by less than one step of its own block, and codes take their bits."""
     x = drawn(37, 11, dtype=dtype)
     x[:6] *= 100  # blocks of other sizes
-    made = rounded(x, Coding(bits, 32), stream=5)
+    made = quantize(x, Quantization(bits, 32), stream=5)
     flat, found = x.reshape(-1), made.tensor().reshape(-1)
     assert found.dtype == dtype and made.tensor().shape == x.shape
     for one, two in zip(flat.split(32), found.split(32)):
@@ -48,13 +53,13 @@ def test_within_a_step_of_its_block(dtype: torch.dtype, bits: int) -> None:
     item = 8 if dtype == torch.float64 else 4
     assert made.codes.nbytes == blocks * 32 * bits // 8
     assert made.nbytes == blocks * 32 * bits // 8 + 2 * blocks * item
-    assert made.nbytes == Coding(bits, 32).kept(x.numel(), x.element_size())
+    assert made.nbytes == Quantization(bits, 32).stored_bytes(x.numel(), x.element_size())
 
 
 def test_the_mean_over_draws_is_the_tensor() -> None:
     """The mean over many streams is within five standard errors, and rounding to nearest is not."""
-    x, coding, count = drawn(64), Coding(2, 64), 4000
-    mean = torch.stack([rounded(x, coding, s).tensor() for s in range(count)]).mean(0)
+    x, coding, count = drawn(64), Quantization(2, 64), 4000
+    mean = torch.stack([quantize(x, coding, s).tensor() for s in range(count)]).mean(0)
     step = (x.max() - x.min()) / 3
     bound = 5 * (step / 2) / count**0.5
     assert float((mean - x).abs().max()) < float(bound)
@@ -70,7 +75,7 @@ def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
     x, given = drawn(8, 16).requires_grad_(), drawn(8, 4, seed=1)
     layer(x).backward(given)
     exact, of_input = layer.weight.grad.clone(), x.grad.clone()
-    code(layer, "it", Coding(2, 16))
+    quantize_saved(layer, "it", Quantization(2, 16))
     errors = {}
     total, count = torch.zeros_like(exact), 0
     for often in (1, 400):
@@ -86,7 +91,7 @@ def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
 def test_elements_do_not_share_their_draws() -> None:
     """Rounding errors of neighbours, of blocks and of streams are not correlated."""
     x = torch.rand(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    one, two = (rounded(x, Coding(4, 64), s).tensor() - x for s in (1, 2))
+    one, two = (quantize(x, Quantization(4, 64), s).tensor() - x for s in (1, 2))
     for other in (two, one.roll(1), one.roll(64)):
         assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.08
 
@@ -98,7 +103,7 @@ def test_elements_do_not_share_their_draws() -> None:
 def test_strides(make: Any) -> None:
     """What is not contiguous comes back with its values in their places."""
     x = make(drawn(24, 32))
-    found = rounded(x, Coding(20, 8), 0).tensor()
+    found = quantize(x, Quantization(20, 8), 0).tensor()
     torch.testing.assert_close(found, x, rtol=0, atol=1e-5)
     assert found.stride() == torch.empty_like(x).stride()
 
@@ -109,12 +114,12 @@ def test_what_has_no_size_is_told_apart(dtype: torch.dtype, bits: int) -> None:
     """Among values that nobody looked at, those that stand for none come back as they were, and
     the others within a step of their block; without any, numbers are those of what was seen."""
     x = drawn(37, 11, dtype=dtype)
-    same = rounded(x, Coding(bits, 32), 5, True)
-    assert torch.equal(same.tensor(), rounded(x, Coding(bits, 32), 5).tensor())
+    same = quantize(x, Quantization(bits, 32), 5, True)
+    assert torch.equal(same.tensor(), quantize(x, Quantization(bits, 32), 5).tensor())
     for value in (-torch.inf, torch.inf, torch.finfo(dtype).min, torch.finfo(dtype).max):
         masked = x.clone()
         masked[3:9, ::2] = masked[20:30] = value  # some of a block, and whole ones
-        found = rounded(masked, Coding(bits, 32), 5, True).tensor()
+        found = quantize(masked, Quantization(bits, 32), 5, True).tensor()
         away = masked == value
         assert torch.equal(found == value, away)
         levels = max(1, 2**bits - 2) if bits <= 8 else 2**bits - 1
@@ -126,17 +131,21 @@ def test_what_has_no_size_is_told_apart(dtype: torch.dtype, bits: int) -> None:
                 assert float((near - two[~out].double()).abs().max()) <= step + slack
     both = x.clone()
     both[0, :2] = torch.tensor([-torch.inf, torch.inf])
-    assert rounded(both, Coding(bits, 32), 5, True).tensor()[0, :2].isnan().all()
+    assert quantize(both, Quantization(bits, 32), 5, True).tensor()[0, :2].isnan().all()
 
 
 def test_what_numbers_can_say_is_exact() -> None:
     """Two values in a block, and one, come back to the last bit or nearly; large codes too."""
     x = torch.where(drawn(256) > 0, 3.0, -1.0).double()
-    torch.testing.assert_close(rounded(x, Coding(2, 64), 0).tensor(), x, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(
+        quantize(x, Quantization(2, 64), 0).tensor(), x, rtol=1e-15, atol=1e-15
+    )
     same = torch.full((128,), 0.1, dtype=torch.float32)
-    assert torch.equal(rounded(same, Coding(2, 64), 0).tensor(), same)
+    assert torch.equal(quantize(same, Quantization(2, 64), 0).tensor(), same)
     fine = drawn(512)
-    torch.testing.assert_close(rounded(fine, Coding(44), 0).tensor(), fine, rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        quantize(fine, Quantization(44), 0).tensor(), fine, rtol=0, atol=1e-11
+    )
 
 
 # -- what is coded -------------------------------------------------------------------------------
@@ -177,8 +186,8 @@ def saved_by(layer: nn.Module, *given: Tensor) -> list[Any]:
 def test_what_stays() -> None:
     """Weights, masks, indices, sums of rows and what comes without a gradient stay in the very
     memory; the rest is coded, once."""
-    layer, tally = Many().double(), Tally()
-    code(layer, "it", Coding(8, 32), tally)
+    layer, tally = Many().double(), QuantizationCounts()
+    quantize_saved(layer, "it", Quantization(8, 32), tally)
     x, table = drawn(4, 6, 16).requires_grad_(), drawn(4, 6, 16, seed=2)
     held = saved_by(layer, x, table)
     stay = [tensor for tensor, kept in held if stays(tensor, kept)]
@@ -205,7 +214,7 @@ def test_masked_scores_are_kept_as_they_are() -> None:
     low = torch.finfo(scores.dtype).min
     for fill, as_it_is in ((0.0, False), (low, True), (float("inf"), True), (float("nan"), True)):
         module = _Times()
-        code(module, "it", Coding(8, 32))
+        quantize_saved(module, "it", Quantization(8, 32))
         x = scores.clone().requires_grad_()
         (tensor, kept), *_ = saved_by(module, x.masked_fill(x > 1, fill))
         assert stays(tensor, kept) == as_it_is
@@ -369,13 +378,13 @@ def test_a_peer_that_there_is_not_is_in_nobodys_way(what: str) -> None:
 def spared(rows: str) -> tuple[float, int]:
     """Bytes fewer at the peak of GPT-2 under a row: as the plan has it, as the modules count."""
     from schedlang.ir.memory import CLASSES
-    from schedlang.passes.simulate.rehearse import estimate
+    from schedlang.passes.simulate.simulated_ranks import estimate_memory
     from schedlang.runtime.forward import layers_of
 
     batch, found = models.tokens(rows=4), []
     for each in ("", rows):
         plan = planned(models.gpt2(4), each, "", "lossy" if each else "")
-        told = estimate(plan, batch, None, prepare(plan, batch))[0]
+        told = estimate_memory(plan, batch, None, prepare(plan, batch))[0]
         place = CLASSES.index("activations")
         found.append(max(moment.end[place] for moment in told.moments))
     program = build(plan, batch, optimizer=sgd)

@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
-from schedlang.runtime.activation_memory.quantized import Coding, code
+from schedlang.runtime.activation_memory.quantized import Quantization, quantize_saved
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.forward import layers_of
 from tests import models
@@ -74,7 +74,7 @@ def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
     layer(x).backward(given)
     exact, of_input = layer.weight.grad.clone(), x.grad.clone()
     checkpoint(layer)
-    code(layer, "it", Coding(2, 16))
+    quantize_saved(layer, "it", Quantization(2, 16))
     total, errors = torch.zeros_like(exact), []
     for count in range(1, 401):
         layer.weight.grad = x.grad = None
@@ -89,12 +89,12 @@ def test_the_plan_knows_the_bytes() -> None:
     """What the inputs of second runs take less at the peak, as the plan has it, is what the
     program's modules have counted; of blocks nothing else is kept."""
     from schedlang.ir.memory import CLASSES
-    from schedlang.passes.simulate.rehearse import estimate
+    from schedlang.passes.simulate.simulated_ranks import estimate_memory
 
     batch, found = models.tokens(rows=4), []
     for rows in (AGAIN, AGAIN + ROW.format("int4")):
         plan = planned(models.gpt2(4), rows, "", "lossy" if rows != AGAIN else "")
-        told = estimate(plan, batch, None, prepare(plan, batch))[0]
+        told = estimate_memory(plan, batch, None, prepare(plan, batch))[0]
         place = CLASSES.index("activations")
         found.append(max(moment.end[place] for moment in told.moments))
     program = build(plan, batch, optimizer=sgd)

@@ -10,8 +10,12 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
-from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
-from schedlang.runtime.storage.saved import put_inside, uncoded
+from schedlang.runtime.activation_memory.quantized import (
+    Quantization,
+    QuantizationCounts,
+    quantize_saved,
+)
+from schedlang.runtime.storage.saved_tensors_slot import without_quantization, wrap_modules
 from tests import expert_models as models
 from tests.engine import Threads
 from tests.memory.test_coded import drawn
@@ -71,9 +75,9 @@ def test_experts_that_are_rounded_are_found(
 ) -> None:
     """If a rank rounded rows as they come to its experts, gradients would not be those of the one
     process."""
-    from schedlang.runtime.sharding import leaf
+    from schedlang.runtime.sharding import sharded_layer
 
-    monkeypatch.setattr(leaf, "uncoded", nullcontext)
+    monkeypatch.setattr(sharded_layer, "without_quantization", nullcontext)
     monkeypatch.setattr("schedlang.passes.prove.suspected", lambda report, *_: report)
     plan = planned(models.tiny(layers=1), ROW.format("tp") + CODED.format("int2"), "tp=2", "lossy")
     report = prove(Case(plan, tuple(BATCHES), None, None, 0, "none"), pool=threads)
@@ -84,10 +88,10 @@ def test_experts_that_are_rounded_are_found(
 def test_all_around_the_experts_is_rounded(apart: bool) -> None:
     """Of a layer of experts what they save is not counted where ranks share them out; what the rest
     of it saves is."""
-    layer, tally, seen = models.Mixture(models.EXPERTS).double(), Tally(), []
-    code(layer, "it", Coding(4, 8), tally)
+    layer, tally, seen = models.Mixture(models.EXPERTS).double(), QuantizationCounts(), []
+    quantize_saved(layer, "it", Quantization(4, 8), tally)
     if apart:
-        put_inside(uncoded, layer, ["experts"])
+        wrap_modules(without_quantization, layer, ["experts"])
     spread = layer.experts.forward
 
     def noted(*given: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
-from schedlang.runtime.offload import saved_tensors
-from schedlang.runtime.storage.saved import is_copy
+from schedlang.runtime.offload import offloaded_activations
+from schedlang.runtime.storage.saved_tensors_slot import is_cast_copy
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import PIPE, ROW, dropping, tokens
@@ -104,9 +104,11 @@ def test_casts_of_weights_stay(rows: str) -> None:
     seen: list[torch.Tensor] = []
     layer.tally.note = lambda tensor, made: seen.append(tensor.detach().clone())
     program.train_step(models.tokens(rows=4))
-    assert isinstance(layer, quantized.Code) and any(t.dtype == torch.bfloat16 for t in seen)
+    assert isinstance(layer, quantized.QuantizedActivations) and any(
+        t.dtype == torch.bfloat16 for t in seen
+    )
     weights = [p.detach() for p in module.parameters()]
-    assert not any(is_copy(tensor, weight) for tensor in seen for weight in weights)
+    assert not any(is_cast_copy(tensor, weight) for tensor in seen for weight in weights)
 
 
 # -- moved ---------------------------------------------------------------------------------------
@@ -116,15 +118,15 @@ def test_casts_of_weights_stay(rows: str) -> None:
 def test_whole_numbers_move(threads: Threads, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """Offloaded as well, in the same modules or in some of theirs, training is bitwise the same,
     and what moves are the bytes of the whole numbers."""
-    monkeypatch.setattr(saved_tensors, "SMALLEST", 128)
+    monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 128)
     moved: list[tuple[torch.dtype, int]] = []
-    plain = saved_tensors._Copy.__init__
+    plain = offloaded_activations._Copy.__init__
 
     def copied(self: Any, store: Any, tensor: torch.Tensor) -> None:
         moved.append((tensor.dtype, tensor.untyped_storage().nbytes()))
         plain(self, store, tensor)
 
-    monkeypatch.setattr(saved_tensors._Copy, "__init__", copied)
+    monkeypatch.setattr(offloaded_activations._Copy, "__init__", copied)
     inner = "transformer.h.*.mlp  compress(activations, int8, block=32)\n"
     for row in (ROW.format("int8"), inner):
         seen, still = (

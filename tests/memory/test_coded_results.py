@@ -16,7 +16,7 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.runtime.activation_memory import selective
-from schedlang.runtime.activation_memory.quantized import Coding, code
+from schedlang.runtime.activation_memory.quantized import Quantization, quantize_saved
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from tests import models
 from tests.counting import Counter
@@ -119,7 +119,7 @@ def test_a_group_that_begins_anew_within_is_found(
     of a second run of the group."""
     from schedlang.runtime.activation_memory import recompute
 
-    monkeypatch.setattr(recompute.Region, "made", lambda self, output: None)
+    monkeypatch.setattr(recompute.Region, "add_outputs", lambda self, output: None)
     found = kinds_that_differ(threads, monkeypatch, GROUP.format(2) + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
 
@@ -164,7 +164,7 @@ def test_products_inside_of_a_function_have_no_number_among_coded_results() -> N
 
     def kept(inside: bool, coded: bool) -> list[tuple[str, tuple[int, ...], int]]:
         module, found = Products(inside), []
-        held = selective.Chosen.held
+        held = selective.SelectiveModes.save
 
         def hear(self: Any, tensor: torch.Tensor) -> Any:
             result = held(self, tensor)
@@ -174,9 +174,9 @@ def test_products_inside_of_a_function_have_no_number_among_coded_results() -> N
 
         checkpoint(module, ("linear",))
         if coded:
-            code(module, "products", Coding(4, 16))
+            quantize_saved(module, "products", Quantization(4, 16))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selective.Chosen, "held", hear)
+            patch.setattr(selective.SelectiveModes, "save", hear)
             module(torch.ones(8, 32, requires_grad=True)).sum().backward()
         return found
 
@@ -210,13 +210,13 @@ def test_the_plan_knows_the_bytes(again: str) -> None:
     """What is kept between forward and backward takes less, as the plan has it, by what the
     program's storages do: of a view that is coded, all that it kept alive."""
     from schedlang.ir.memory import CLASSES
-    from schedlang.passes.simulate.rehearse import estimate
+    from schedlang.passes.simulate.simulated_ranks import estimate_memory
 
     batch, told = models.tokens(rows=4), []
     every = again, again + ROW.format("int4")
     for rows in every:
         plan = planned(models.gpt2(4), rows, "", "lossy" if rows != again else "")
-        found = estimate(plan, batch, None, prepare(plan, batch))[0]
+        found = estimate_memory(plan, batch, None, prepare(plan, batch))[0]
         place = CLASSES.index("activations")
         told.append(max(moment.end[place] for moment in found.moments))
     whole, coded = map(alive, every)
@@ -246,7 +246,7 @@ def test_a_kept_result_may_be_written_into() -> None:
     for inplace in (False, True):
         model = Curved(inplace)
         checkpoint(model, ["linear"])
-        code(model, "it", Coding(4, 16))
+        quantize_saved(model, "it", Quantization(4, 16))
         out = model(x)
         for _ in range(2):
             x.grad = None

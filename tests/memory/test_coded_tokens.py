@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.propagate.saved_parts import Cut, Saving, Split, TokenParts
+from schedlang.passes.propagate.saved_splits import SavedPlace, SavedSplit, TokenCounts, TokenSplits
 from schedlang.passes.prove import Case, prove
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import SequenceLayout
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, drawn, tokens
@@ -41,17 +41,17 @@ AGAIN = LLAMA.replace("model.layers.*  ", "model.layers.*  checkpoint()\nmodel.l
 def test_parts_come_back_in_their_places(kind: str, total: int) -> None:
     """Each rank's tokens are changed by themselves, in their order, and put back; also of several
     samples in one dim, and of sequences that the ranks do not divide."""
-    layout = Layout.of(kind, total, 2)
+    layout = SequenceLayout.of_kind(kind, total, 2)
     x = drawn(3, total, 4)
     for whole, dim in ((x, 1), (x.flatten(0, 1), 0)):
-        parts = TokenParts(2, kind, {("m", "m.s"): (Split(dim),)})
+        parts = TokenSplits(2, kind, {("m", "m.s"): (SavedSplit(dim),)})
         seen: list[Tensor] = []
 
         def change(part: Tensor, seen: list[Tensor] = seen) -> Tensor:
             seen.append(part.reshape(3, -1, 4))
             return part * 2 ** len(seen)
 
-        made = parts.each(Saving("m", "m.s", 1, 3), whole, change)
+        made = parts.change_shards(SavedPlace("m", "m.s", 1, 3), whole, change)
         for place in range(2):
             assert torch.equal(seen[place], layout.take(x, 1, place))
             assert torch.equal(
@@ -64,31 +64,33 @@ def test_heads_and_copies_of_them() -> None:
     where attention without a mask takes the heads as they are."""
     x = drawn(2, 2, 6, 4)
     copied = x.repeat_interleave(3, 1)
-    for split, count in ((Split(2, copies=3), 2), (Split(heads=True, copies=3), 1)):
+    for split, count in ((SavedSplit(2, copies=3), 2), (SavedSplit(heads=True, copies=3), 1)):
         seen: list[Tensor] = []
 
         def change(part: Tensor, seen: list[Tensor] = seen) -> Tensor:
             seen.append(part)
             return part * 2
 
-        made = TokenParts(2, "zigzag", {("m", "m"): (split,)})
-        assert torch.equal(made.each(Saving("m", "m", 1, 2), copied, change), copied * 2)
-        assert torch.equal(made.each(Saving("m", "m", 1, 2), x, change), x * 2)
+        made = TokenSplits(2, "zigzag", {("m", "m"): (split,)})
+        assert torch.equal(
+            made.change_shards(SavedPlace("m", "m", 1, 2), copied, change), copied * 2
+        )
+        assert torch.equal(made.change_shards(SavedPlace("m", "m", 1, 2), x, change), x * 2)
         assert len(seen) == 4 and all(part.shape[1] == count for part in seen)
 
 
 @pytest.mark.parametrize(
     "whole, part, split",
     [
-        ((3, 8, 16), (3, 4, 16), Split(1)),
-        ((24, 16), (12, 16), Split(0)),
-        ((3, 4, 8, 8), (3, 4, 4, 8), Split(2)),
-        ((3, 4, 8, 8), (3, 2, 4, 8), Split(2, copies=2)),
-        ((3, 4, 8, 8), (3, 2, 8, 8), Split(heads=True)),
-        ((3, 8, 8, 8), (3, 4, 8, 8), Split(heads=True)),
-        ((3, 4, 8), (3, 2, 8), Split(heads=True)),
-        ((3, 8, 4, 8), (3, 4, 4, 8), Split(1)),
-        ((3, 16), (3, 16), Split()),
+        ((3, 8, 16), (3, 4, 16), SavedSplit(1)),
+        ((24, 16), (12, 16), SavedSplit(0)),
+        ((3, 4, 8, 8), (3, 4, 4, 8), SavedSplit(2)),
+        ((3, 4, 8, 8), (3, 2, 4, 8), SavedSplit(2, copies=2)),
+        ((3, 4, 8, 8), (3, 2, 8, 8), SavedSplit(heads=True)),
+        ((3, 8, 8, 8), (3, 4, 8, 8), SavedSplit(heads=True)),
+        ((3, 4, 8), (3, 2, 8), SavedSplit(heads=True)),
+        ((3, 8, 4, 8), (3, 4, 4, 8), SavedSplit(1)),
+        ((3, 16), (3, 16), SavedSplit()),
         ((3, 4, 8, 8), (3, 4, 4, 4), None),
         ((3, 8, 16), (3, 4, 8), None),
         ((3, 1, 8, 8), (3, 1, 8, 4), None),
@@ -96,10 +98,10 @@ def test_heads_and_copies_of_them() -> None:
     ],
 )
 def test_shapes_tell_what_is_split(
-    whole: tuple[int, ...], part: tuple[int, ...], split: Split | None
+    whole: tuple[int, ...], part: tuple[int, ...], split: SavedSplit | None
 ) -> None:
     """Of 8 tokens on 2 ranks: tokens, samples of tokens, heads, and keys of several queries."""
-    assert Cut(8, 4, 2).of(whole, part) == split
+    assert TokenCounts(8, 4, 2).split_of(whole, part) == split
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -151,7 +153,9 @@ def test_equal_to_one_process_that_rounds_tokens_alike(
 def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one process took other tokens for a rank's, gradients would not agree."""
     monkeypatch.setattr(
-        TokenParts, "_layout", lambda self, total: Layout.of("striped", total, self.ranks)
+        TokenSplits,
+        "_layout",
+        lambda self, total: SequenceLayout.of_kind("striped", total, self.ranks),
     )
     plan = planned(
         models.llama(1), LLAMA.format("ring, over=cp, layout=zigzag", "int2"), "cp=2", "lossy"

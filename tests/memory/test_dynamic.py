@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.runtime.activation_memory.dynamic import Pool, dynamic
+from schedlang.runtime.activation_memory.dynamic import BudgetPool, limit_saved_bytes
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_region import WAYS, gradients
@@ -29,12 +29,12 @@ def same(found: Any, expected: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def pair(way: str, budget: int, **options: Any) -> tuple[nn.Module, nn.Module, Pool]:
+def pair(way: str, budget: int, **options: Any) -> tuple[nn.Module, nn.Module, BudgetPool]:
     """Blocks as they are, and within a budget."""
     torch.manual_seed(0)
     plain = Blocks(way, **options).double()
     ours = copy.deepcopy(plain)
-    return plain, ours, dynamic(list(ours.blocks), budget)
+    return plain, ours, limit_saved_bytes(list(ours.blocks), budget)
 
 
 def floor(way: str) -> int:
@@ -98,7 +98,7 @@ def test_what_is_written_into_is_made_again_as_it_was() -> None:
     found = []
     for budget in (None, 0, 400, 700, 10**6):
         module = copy.deepcopy(plain)
-        pool = Pool(0) if budget is None else dynamic([module], budget)
+        pool = BudgetPool(0) if budget is None else limit_saved_bytes([module], budget)
         x = torch.linspace(0, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
         side = torch.ones(3, 4, dtype=torch.float64)
         module(x, side).square().sum().backward()
@@ -137,7 +137,7 @@ def test_written_into_by_the_model_afterwards_is_an_error() -> None:
 
     for budget, late in ((0, False), (10**6, True)):
         module = Plain()
-        dynamic([module], budget)
+        limit_saved_bytes([module], budget)
         x = torch.ones(3, requires_grad=True) * 1.0
         y = module(x)
         z = y.sin()
@@ -160,7 +160,7 @@ def test_a_long_chain_costs_little_more() -> None:
     module = Chain()
     x = torch.linspace(-1, 1, 16, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(module(x).sum(), x)
-    pool = dynamic([module], (2 * 12 + 2) * 16 * 8)
+    pool = limit_saved_bytes([module], (2 * 12 + 2) * 16 * 8)
     (found,) = torch.autograd.grad(module(x).sum(), x)
     assert torch.equal(found, expected)
     assert pool.peak <= pool.budget and pool.repeated_work <= 4 * 144 * 16
@@ -182,7 +182,7 @@ def test_generators_of_a_module_are_replayed() -> None:
     for budget in (None, 0):
         module = Noisy()
         if budget is not None:
-            dynamic([module], budget)
+            limit_saved_bytes([module], budget)
         torch.manual_seed(3)
         x = torch.ones(4, requires_grad=True)
         module(x).sum().backward()

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.memory import CLASSES, RankMemory, heaviest
+from schedlang.ir.memory import CLASSES, RankMemory, find_heaviest
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate.account import account
-from schedlang.passes.simulate.rehearse import estimate
+from schedlang.passes.simulate.simulated_ranks import estimate_memory
 from schedlang.runtime import batch as parts
 from tests.counting import count
 from tests.engine.threads import Threads
@@ -101,8 +101,8 @@ def batch() -> dict[str, Any]:
 
 def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
     """The estimate of a plan."""
-    sample = parts.split(given, plan.shares, plan.micro)[0][0].inputs
-    return estimate(plan, given, None, prepare(plan, sample))
+    sample = parts.split_batch(given, plan.shares, plan.micro)[0][0].inputs
+    return estimate_memory(plan, given, None, prepare(plan, sample))
 
 
 DEEP = (
@@ -126,7 +126,7 @@ DEEP = (
     "name", [pytest.param(n, marks=pytest.mark.deep) if n in DEEP else n for n in SCHEDULES]
 )
 def test_peak_is_that_of_real_storages(name: str, threads: Threads) -> None:
-    """On every rank the most bytes of a step are near what its storages add up to."""
+    """On every rank the estimated peak of a step is close to the sum of its real storages."""
     mesh, rows = SCHEDULES[name]
     relax = [word for row, word in (("cast(", "dtype"), ("compress(", "lossy")) if row in rows]
     plan, given = planned(llama(), rows, mesh, ", ".join(relax)), batch()
@@ -164,7 +164,7 @@ def test_a_few_microbatches_stand_for_many(ahead: int) -> None:
     for short, long in zip(made[4], made[16]):
         assert abs(short.peak - long.peak) <= 0.001 * short.peak
     assert all(len(long.moments) > len(short.moments) for short, long in zip(made[4], made[16]))
-    assert heaviest(made[16]).peak == max(one.peak for one in made[16])
+    assert find_heaviest(made[16]).peak == max(one.peak for one in made[16])
 
 
 @pytest.mark.deep

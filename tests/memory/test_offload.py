@@ -13,10 +13,14 @@ from torch import nn
 
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.offload.saved_tensors import Store, everything_moves, offload
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.offload.offloaded_activations import (
+    ActivationStore,
+    offload_activations,
+    offload_all_sizes,
+)
 from schedlang.runtime.pipeline.split_backward import SplitBackward
-from schedlang.runtime.storage.tiers import Ledger
+from schedlang.runtime.storage.tiers import TierBytes
 
 SIZE = 32
 
@@ -80,9 +84,9 @@ def test_same_gradients_bit_by_bit(dtype, prefetch):
     """Output and every gradient equal the untouched module's; names and state stay."""
     model = build(dtype)
     expected, state = gradients(model, dtype), list(model.state_dict())
-    store = Store(prefetch=prefetch, smallest=0)
+    store = ActivationStore(prefetch=prefetch, smallest=0)
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     found = gradients(model, dtype)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert store.moved > 0 and list(model.state_dict()) == state
@@ -91,12 +95,12 @@ def test_same_gradients_bit_by_bit(dtype, prefetch):
 def test_what_is_small_moves_in_a_proof():
     """Stores leave small storages where they are, but not those of a proof."""
     model, moved = build(torch.float64), []
-    for context in (contextlib.nullcontext(), everything_moves(), contextlib.nullcontext()):
+    for context in (contextlib.nullcontext(), offload_all_sizes(), contextlib.nullcontext()):
         with context:
-            store = Store()
+            store = ActivationStore()
         twin = copy.deepcopy(model)
         for block in twin.blocks:
-            offload(block, store)
+            offload_activations(block, store)
         gradients(twin, torch.float64)
         moved.append(store.moved)
     assert moved[0] == moved[2] == 0 < moved[1]
@@ -123,10 +127,10 @@ def test_residence():
     """After forward all saved bytes lie on the host, after backward none anywhere."""
     model = build()
     wanted = saved_storages(model)
-    ledger = Ledger()
-    store = Store(smallest=0, ledger=ledger)
+    ledger = TierBytes()
+    store = ActivationStore(smallest=0, ledger=ledger)
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     out, leaves = forward(model)
     gc.collect()
     alive = sum(t.untyped_storage().nbytes() for t in (out, *leaves[:2]))
@@ -143,15 +147,15 @@ def test_residence():
 def test_what_is_small_holds_no_graph(run):
     """Results that an operator saves itself and that stay: a graph that no backward walked, or one
     in halves, which leaves the way to the inputs alone, goes with its results."""
-    model, ledger = build(), Ledger()
-    store = Store(smallest=4096, ledger=ledger)  # of softmax 2 KiB stay
+    model, ledger = build(), TierBytes()
+    store = ActivationStore(smallest=4096, ledger=ledger)  # of softmax 2 KiB stay
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     out, leaves = forward(model)
     if run == "halves":
         half = SplitBackward([out], [torch.ones_like(out)], leaves[:2])
-        half.inputs()
-        half.weights()
+        half.backward_inputs()
+        half.backward_weights()
         del half
     assert ledger.peak["cpu"] > 0
     del out, leaves
@@ -163,10 +167,10 @@ def test_prefetch_reloads_ahead():
     """Backward holds one block's tensors at a time without prefetch, two with, three with two."""
     peaks = []
     for prefetch in (0, 1, 2):
-        model, ledger = build(), Ledger()
-        store = Store(prefetch=prefetch, smallest=0, ledger=ledger)
+        model, ledger = build(), TierBytes()
+        store = ActivationStore(prefetch=prefetch, smallest=0, ledger=ledger)
         for block in model.blocks:
-            offload(block, store)
+            offload_activations(block, store)
         out, _ = forward(model)
         gc.collect()
         whole = ledger.bytes("cpu")
@@ -180,9 +184,9 @@ def test_prefetch_reloads_ahead():
 def test_small_tensors_stay():
     """Nothing below the limit moves."""
     model = build()
-    store = Store(smallest=1 << 30, ledger=Ledger())
+    store = ActivationStore(smallest=1 << 30, ledger=TierBytes())
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     gradients(model)
     assert store.moved == 0 and store.ledger.peak["cpu"] == 0
 
@@ -192,11 +196,11 @@ def test_offloads_the_inputs_of_a_checkpoint(order):
     """With both, in either order, the host holds the blocks' inputs and nothing else is kept."""
     model = build()
     expected = gradients(model)
-    ledger = Ledger()
-    store = Store(smallest=1024, ledger=ledger)
+    ledger = TierBytes()
+    store = ActivationStore(smallest=1024, ledger=ledger)
     for block in model.blocks:
         for kind in order:
-            checkpoint(block) if kind == "checkpoint" else offload(block, store)
+            checkpoint(block) if kind == "checkpoint" else offload_activations(block, store)
     found = gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     out, leaves = forward(model)
@@ -208,9 +212,9 @@ def test_interleaved_microbatches():
     """Two microbatches in flight, backward in either order, give what they give apart."""
     model = build()
     plain = copy.deepcopy(model)
-    store = Store(smallest=0)
+    store = ActivationStore(smallest=0)
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     for order in ([0, 1], [1, 0]):
         found = []
         for each in (plain, model):
@@ -232,7 +236,7 @@ def test_retained_graph_and_changed_tensors():
             return first * buffer
 
     module = Twice()
-    offload(module, Store(smallest=0))
+    offload_activations(module, ActivationStore(smallest=0))
     x = torch.ones(8, 8, requires_grad=True)
     buffer = torch.full((8, 8), 2.0)
     loss = module(x, buffer).sum()
@@ -243,19 +247,19 @@ def test_retained_graph_and_changed_tensors():
 def test_under_float64():
     """Under the ambient float64 mode, as verification runs it, gradients stay the same."""
     model = build()
-    with ambient(Float64):
+    with enter_modes(Float64):
         expected = gradients(model)
         for block in model.blocks:
-            offload(block, Store(smallest=0))
+            offload_activations(block, ActivationStore(smallest=0))
         found = gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_no_gradient_no_copy():
     """Under no_grad nothing is moved."""
-    model, store = build(), Store(smallest=0)
+    model, store = build(), ActivationStore(smallest=0)
     for block in model.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     with torch.no_grad():
         forward(model)
     assert store.moved == 0
@@ -291,8 +295,8 @@ def test_parts_that_count_their_own_writes(make):
     plain = make().double()
     moved = copy.deepcopy(plain)
     x = torch.randn(4, 5, 8, dtype=torch.float64)
-    with everything_moves():
-        offload(moved, Store())
+    with offload_all_sizes():
+        offload_activations(moved, ActivationStore())
     for model in (plain, moved):
         out = model(x)
         (out if isinstance(out, torch.Tensor) else out[0]).square().sum().backward()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.memory import with_parks
-from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.memory import with_evictions
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
 from schedlang.pipeline.timeline.table import Kind, Timeline
-from schedlang.runtime.storage.tiers import Residence
+from schedlang.runtime.storage.tiers import TierCounter
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
@@ -127,7 +127,7 @@ def held(plan: Any) -> tuple[dict[str, int], int]:
     """On a rank: the most bytes on each tier in a step, and what of a microbatch left."""
     program = build(plan, points(), optimizer=adamw)
     program.train_step(points())
-    with Residence() as seen:
+    with TierCounter() as seen:
         program.train_step(points())
     parking = program.assembly.pipeline.parking
     left = {} if parking is None else parking.sent
@@ -198,18 +198,18 @@ def test_called_back_in_time(ahead: int) -> None:
         homes = ((0, 1, 2), (2, 1, 0)) if seed % 2 else ((0, 1, 2, 0, 1, 2),)
         edges = [(s, s + 1) for s in range(len(homes[0]) - 1)]
         plain = drawn(random.Random(seed), homes, 5, edges)
-        made = with_parks(plain, {0: ahead, 2: ahead})
-        check(with_transfers(made))
+        made = with_evictions(plain, {0: ahead, 2: ahead})
+        check_timeline(with_transfers(made))
         assert all(gone > 1 and early == ahead for _, gone, early in away(made))
         stays = made.pick((made.kind != Kind.EVICT) & (made.kind != Kind.LOAD))
         assert stays == plain
         assert set(made.stage[made.kind == Kind.EVICT].tolist()) <= {0, 2}
-    assert with_parks(plain, {}) is plain
+    assert with_evictions(plain, {}) is plain
 
 
 def test_the_ring_gives_to_the_next() -> None:
     """The last rank's partner is the first."""
-    made = with_parks(order("GPipe", 3, 4), {0: 0, 1: 0, 2: 0})
+    made = with_evictions(make_order("GPipe", 3, 4), {0: 0, 1: 0, 2: 0})
     sent = made.kind == Kind.EVICT
     assert ((made.rank[sent] + 1) % 3 == made.peer[sent]).all() and len(set(made.rank[sent])) == 3
 

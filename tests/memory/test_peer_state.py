@@ -11,7 +11,7 @@ import torch
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.comm.collectives import listen_to_collectives
 from schedlang.runtime.storage.tiers import tier_of
 from tests.engine import Threads
 from tests.memory.test_residence import BATCHES, adafactor, batch, words
@@ -69,7 +69,7 @@ def kept(plan: Any) -> tuple[dict[str, int], int]:
     def heard(kind: str, group: Any, size: int) -> None:
         sent[0] += size * (kind == "send" and group.axes == ("pp",))
 
-    with listening(heard):
+    with listen_to_collectives(heard):
         program.train_step(BATCHES[0])
     assert program.offloaded is not None and program.optimizer is not None
     peer = program.offloaded.peer
@@ -103,7 +103,7 @@ def most_home(plan: Any) -> tuple[int, int]:
     assert program.offloaded is not None and program.optimizer is not None
     peer, state, most = program.offloaded.peer, program.optimizer.state, [0]
     assert peer is not None
-    steps = peer.steps
+    steps = peer.iterate_rounds
 
     def watched(optimizer: torch.optim.Optimizer) -> Any:
         for names in steps(optimizer):
@@ -111,7 +111,7 @@ def most_home(plan: Any) -> tuple[int, int]:
             most[0] = max(most[0], sum(one.nbytes for one in kept if not one.is_meta))
             yield names
 
-    peer.steps = watched  # type: ignore[method-assign]
+    peer.iterate_rounds = watched  # type: ignore[method-assign]
     program.train_step(BATCHES[0])
     return most[0], sum(v.nbytes for s in state.values() for v in s.values() if v.is_meta)
 

@@ -17,10 +17,10 @@ from schedlang.language.value import Bytes
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.primitives.checkpoint import checkpoint
 from schedlang.remat import pofo as plans
-from schedlang.remat.pofo import WAYS, Way, needed, pofo
-from schedlang.remat.rotor import Cost
-from schedlang.runtime.offload import saved_tensors
-from schedlang.runtime.storage.tiers import Residence
+from schedlang.remat.pofo import TREATMENTS, Treatment, min_memory, pofo
+from schedlang.remat.rotor import ModuleCost
+from schedlang.runtime.offload import offloaded_activations
+from schedlang.runtime.storage.tiers import TierCounter
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -29,7 +29,7 @@ BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
 ROW = "transformer.h.*  checkpoint(plan=pofo, memory={}, bandwidth={})\n"
 
 
-def chain(n: int, seed: int) -> list[Cost]:
+def chain(n: int, seed: int) -> list[ModuleCost]:
     """Unequal modules, in small whole numbers; some bytes cannot be moved."""
     draw = random.Random(100 * n + seed)
     made = []
@@ -37,7 +37,7 @@ def chain(n: int, seed: int) -> list[Cost]:
         entered = draw.randint(0, 4)
         saved = entered + draw.randint(1, 9)
         made.append(
-            Cost(
+            ModuleCost(
                 1.0,
                 saved,
                 entered,
@@ -48,7 +48,7 @@ def chain(n: int, seed: int) -> list[Cost]:
     return made
 
 
-def bytes_of(costs: Sequence[Cost], ways: Sequence[Way]) -> int:
+def bytes_of(costs: Sequence[ModuleCost], ways: Sequence[Treatment]) -> int:
     """The most bytes at a time: what is held, what is on its way, and the module that runs."""
     held = flight = most = 0
     for cost, way in zip(costs, ways):
@@ -58,7 +58,7 @@ def bytes_of(costs: Sequence[Cost], ways: Sequence[Way]) -> int:
     return most
 
 
-def time_of(costs: Sequence[Cost], ways: Sequence[Way], ratio: float) -> float:
+def time_of(costs: Sequence[ModuleCost], ways: Sequence[Treatment], ratio: float) -> float:
     """Two clocks, of the device and of the copies, run through a forward and a backward."""
     clock = copied = 0.0  # when the device, and when the copies out, are done
     moved = [k for k, way in enumerate(ways) if way == "offload"]
@@ -88,14 +88,14 @@ def test_no_choice_is_quicker(n: int) -> None:
         costs, ratio = chain(n, seed), (0.25, 1.0, 2.0)[seed % 3]
         known = [
             (bytes_of(costs, ways), time_of(costs, ways, ratio))
-            for ways in itertools.product(WAYS, repeat=n)
+            for ways in itertools.product(TREATMENTS, repeat=n)
         ]
         smallest = min(size for size, _ in known)
-        assert needed(costs) == smallest and pofo(costs, smallest - 1, ratio) is None
+        assert min_memory(costs) == smallest and pofo(costs, smallest - 1, ratio) is None
         for memory in range(smallest, sum(cost.saved for cost in costs) + 2):
             found = pofo(costs, memory, ratio)
-            assert found is not None and bytes_of(costs, found.ways) <= memory
-            assert found.time == time_of(costs, found.ways, ratio)
+            assert found is not None and bytes_of(costs, found.treatments) <= memory
+            assert found.time == time_of(costs, found.treatments, ratio)
             assert found.time == min(time for size, time in known if size <= memory)
 
 
@@ -103,27 +103,29 @@ def test_all_three_ways_are_worth_it() -> None:
     """There are chains and limits at which the best plan keeps, recomputes and moves, and beats
     second runs alone and copies alone."""
     costs, best = chain(7, 0), 0
-    for memory in range(needed(costs), sum(cost.saved for cost in costs)):
+    for memory in range(min_memory(costs), sum(cost.saved for cost in costs)):
         found, runs, copies = (
             pofo(costs, memory, 1.0, among)
-            for among in (WAYS, ("keep", WAYS[1]), ("keep", WAYS[2]))
+            for among in (TREATMENTS, ("keep", TREATMENTS[1]), ("keep", TREATMENTS[2]))
         )
         assert found is not None
         others = [one.time for one in (runs, copies) if one is not None]
         assert all(found.time <= time for time in others)
-        best += set(found.ways) == set(WAYS) and all(found.time < time for time in others)
+        best += set(found.treatments) == set(TREATMENTS) and all(
+            found.time < time for time in others
+        )
     assert best
 
 
 def test_fewer_points_still_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where partial plans are told apart in steps, the plan fits, is found wherever there is one,
     and is no slower than second runs alone or copies alone."""
-    monkeypatch.setattr(plans, "POINTS", 12)
+    monkeypatch.setattr(plans, "MAX_PLANS", 12)
     costs = chain(12, 1)
-    for memory in range(needed(costs), sum(cost.saved for cost in costs) + 1, 3):
+    for memory in range(min_memory(costs), sum(cost.saved for cost in costs) + 1, 3):
         found = pofo(costs, memory, 1.0)
-        assert found is not None and bytes_of(costs, found.ways) <= memory
-        for way in WAYS[1:]:
+        assert found is not None and bytes_of(costs, found.treatments) <= memory
+        for way in TREATMENTS[1:]:
             alone = pofo(costs, memory, 1.0, ("keep", way))
             assert alone is None or found.time <= alone.time
 
@@ -140,7 +142,7 @@ def test_quick_copies_move_and_slow_ones_recompute(monkeypatch: pytest.MonkeyPat
     """With the same memory the row moves where copies are quick, repeats where they are slow;
     what no store would move is not counted as moved."""
     assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "recompute"}  # all is too small
-    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
+    monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
     assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "offload"}
     assert set(chosen("800KiB", "1GiB")[1][0]) == {"keep", "recompute"}
 
@@ -150,9 +152,9 @@ def test_a_mixed_plan_trains_as_the_original(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules kept, repeated and on the host in one model, sharded over ranks, with dropout."""
-    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
+    monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
     plan, (ways,) = chosen("476KiB", "33TiB", "zero(stage=1, over=dp)", "dp=2")
-    assert set(ways) == set(WAYS)
+    assert set(ways) == set(TREATMENTS)
     proven(threads, plan, BATCHES)
 
 
@@ -174,16 +176,16 @@ class Stack(nn.Module):
         return x
 
 
-def held(ways: Sequence[Way]) -> tuple[dict[str, int], list[torch.Tensor]]:
+def held(ways: Sequence[Treatment]) -> tuple[dict[str, int], list[torch.Tensor]]:
     """Bytes by tier between forward and backward, but for parameters and output; gradients."""
     model = Stack(len(ways))
     names = tuple(f"layers.{k}" for k in range(len(ways)))
     row = checkpoint(plan="pofo", memory=Bytes(1), bandwidth=Bytes(1))
     build = SimpleNamespace(
-        at=model.get_submodule, chains={names: ((names, plans.Mixed(tuple(ways), 0.0, 0.0)),)}
+        at=model.get_submodule, chains={names: ((names, plans.MixedPlan(tuple(ways), 0.0, 0.0)),)}
     )
     row.lower(tuple(SimpleNamespace(fqn=name) for name in names), build)
-    with Residence() as residence:
+    with TierCounter() as residence:
         out = model(torch.ones(16, 8))
         gc.collect()
         now = residence.ledger.now()
@@ -196,10 +198,10 @@ def held(ways: Sequence[Way]) -> tuple[dict[str, int], list[torch.Tensor]]:
 def test_what_is_held_is_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept module holds what it saves, a recomputed one its input, a moved one nothing on the
     device and all on the host; no gradient differs in a bit."""
-    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
+    monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
     row = 16 * 8 * 4  # bytes of an input, and of what is saved besides
     _, wanted = held(["keep"] * 4)
-    for ways in (WAYS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
+    for ways in (TREATMENTS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
         now, found = held(ways)
         assert now["device"] == 2 * row * ways.count("keep") + row * ways.count("recompute")
         assert now["cpu"] == 2 * row * ways.count("offload")
@@ -241,7 +243,7 @@ def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
 def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a moved module has run, the copies of the one before it are waited for, and no other:
     that is what the count of bytes takes for granted."""
-    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
+    monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
     marks: list[SimpleNamespace] = []
     waited: list[tuple[int, int]] = []
 
@@ -250,6 +252,6 @@ def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> N
         marks.append(SimpleNamespace(synchronize=lambda: waited.append((number, len(marks)))))
         return marks[-1]
 
-    monkeypatch.setattr(saved_tensors.copies, "mark", mark)
+    monkeypatch.setattr(offloaded_activations.copies, "record_copies", mark)
     held(("offload", "keep", "offload", "recompute", "offload"))
     assert len(marks) == 3 and waited == [(0, 2), (1, 3)]

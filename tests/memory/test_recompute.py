@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.activation_memory.recompute import Checkpoint, checkpoint
-from schedlang.runtime.activation_memory.selective import CLASSES, keeps
+from schedlang.runtime.activation_memory.selective import OPERATOR_CLASSES, is_saved_call
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.scope import named_sites
 from tests import models
 from tests.proofs import planned, proven
 from tests.ranks import run_ranks
 
-SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), CLASSES]
+SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), OPERATOR_CLASSES]
 
 
 class Block(nn.Module):
@@ -174,7 +174,7 @@ def test_ambient_modes_hold_in_recomputation():
 
     def run():
         module.zero_grad()
-        with ambient(Float64):
+        with enter_modes(Float64):
             loss = module(x).square().sum()
         assert loss.dtype == torch.float64
         loss.backward()  # outside the modes
@@ -255,7 +255,7 @@ def test_no_gradient_no_checkpoint():
     x, mask = batch()
     expected = model(x, mask=mask)
     for block in model.blocks:
-        checkpoint(block, CLASSES)
+        checkpoint(block, OPERATOR_CLASSES)
     with torch.no_grad():
         assert torch.equal(model(x, mask=mask), expected)
 
@@ -353,9 +353,9 @@ def test_kernels_that_draw_are_recomputed():
     kept = frozenset([operator._schema.name])
     q = torch.empty(1, 1, 2, 2)
     for dropout, saved in [(0.0, True), (0.1, False)]:
-        assert keeps(kept, operator, (q, q, q, dropout), {}) == saved
-    assert not keeps(kept, operator, (q, q, q), {"dropout_p": 0.1})
-    assert keeps(kept, operator, (q, q, q), {})
+        assert is_saved_call(kept, operator, (q, q, q, dropout), {}) == saved
+    assert not is_saved_call(kept, operator, (q, q, q), {"dropout_p": 0.1})
+    assert is_saved_call(kept, operator, (q, q, q), {})
 
 
 class Once(nn.Module):
@@ -487,7 +487,13 @@ def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
 def _ranks(rank, save):
     import torch.distributed as dist
 
-    from schedlang.runtime.comm.collectives import Group, all_reduce, gather, listening, reduce
+    from schedlang.runtime.comm.collectives import (
+        Group,
+        all_reduce,
+        gather,
+        listen_to_collectives,
+        reduce,
+    )
 
     group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
 
@@ -517,7 +523,7 @@ def _ranks(rank, save):
         if each is not None:
             checkpoint(module, each)
         counts.append(0)
-        with listening(sent):
+        with listen_to_collectives(sent):
             found.append(gradient(module))
     real = _count_real(partial(gradient, module))
     return counts, [torch.equal(found[0], each) for each in found[1:]], real

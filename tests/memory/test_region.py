@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.remat import groups, paths, root, runs
-from schedlang.runtime.activation_memory.recompute import checkpoint, regions
+from schedlang.remat import group_consecutive, group_places, region_paths, sqrt_region_size
+from schedlang.runtime.activation_memory.recompute import checkpoint, checkpoint_regions
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.offload.saved_tensors import Store, offload
-from schedlang.runtime.storage.tiers import Ledger
+from schedlang.runtime.offload.offloaded_activations import ActivationStore, offload_activations
+from schedlang.runtime.storage.tiers import TierBytes
 from tests.memory.test_recompute import Block, Products
 
 
@@ -44,11 +44,11 @@ class Stack(nn.Module):
 
 
 TREES = [
-    groups(6, 6),
-    groups(6, 4),
-    groups(6, 2),
-    groups(6, 1, 2),
-    groups(6, 2, 2),
+    group_places(6, 6),
+    group_places(6, 4),
+    group_places(6, 2),
+    group_places(6, 1, 2),
+    group_places(6, 2, 2),
     ((0, (1, 2), (3,)), 4, 5),
     (((0, 1), 2), (3, (4, 5))),
     ((((0,), 1), 2), 3, (4,), 5),
@@ -75,7 +75,7 @@ def pair(way, tree, save=(), **options):
     torch.manual_seed(0)
     plain = Stack(way, **options).double()
     ours = copy.deepcopy(plain)
-    regions(list(ours.blocks), tree, save)
+    checkpoint_regions(list(ours.blocks), tree, save)
     return plain, ours
 
 
@@ -99,8 +99,8 @@ def counted(model):
 @pytest.mark.parametrize(
     "tree, more",
     [
-        (groups(6, 6), 6),
-        (groups(6, 1, 2), 3),
+        (group_places(6, 6), 6),
+        (group_places(6, 1, 2), 3),
         ((((0, 1), 2, 3),), 6),
         (((((0,), 1), 2),), 6),
         ((((0, 1), (2, 3)),), 6),
@@ -109,7 +109,7 @@ def counted(model):
 def test_runs_as_often_as_the_tree_says(tree, more):
     """A module runs once more for each region around it; but a region that ends another one not
     for that, which wants its input alone."""
-    plain, ours = pair("plain", tree, count=len(paths(tree)))
+    plain, ours = pair("plain", tree, count=len(region_paths(tree)))
     assert counted(ours) - counted(plain) == 4 * more
 
 
@@ -146,9 +146,9 @@ class Storages(TorchDispatchMode):
 def test_keeps_one_input_for_a_region():
     """A region of all blocks keeps its input alone; a block more or less in it changes nothing."""
     unit = 2 * 4 * 8 * 8
-    found = [kept(pair("plain", groups(n, n), rate=0.0, count=n)[1])[0] for n in (2, 6)]
+    found = [kept(pair("plain", group_places(n, n), rate=0.0, count=n)[1])[0] for n in (2, 6)]
     assert found[0] == found[1] <= 4 * unit
-    three = kept(pair("plain", groups(6, 2), rate=0.0)[1])[0]
+    three = kept(pair("plain", group_places(6, 2), rate=0.0)[1])[0]
     assert three == found[0] + 2 * unit
     assert kept(pair("plain", PLAIN)[0])[0] > 20 * unit
 
@@ -169,7 +169,7 @@ def test_a_graph_kept_for_a_second_backward():
 
 def test_no_graph_no_region():
     """Nothing is held after backward, nor after a forward without gradients."""
-    plain, ours = pair("plain", groups(6, 4), rate=0.0)
+    plain, ours = pair("plain", group_places(6, 4), rate=0.0)
     gradients(ours)
     with torch.no_grad():
         x = torch.randn(2, 4, 8, dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_no_graph_no_region():
 
 def test_calls_out_of_turn():
     """Blocks called in another order, skipped or twice in a row are recomputed all the same."""
-    plain, ours = pair("plain", groups(6, 3))
+    plain, ours = pair("plain", group_places(6, 3))
 
     def run(model, order):
         model.zero_grad()
@@ -199,7 +199,7 @@ def test_calls_out_of_turn():
 
 def test_a_forward_that_ends_in_the_middle():
     """An exception between two calls, or within one, leaves nothing behind."""
-    plain, ours = pair("plain", groups(6, 3))
+    plain, ours = pair("plain", group_places(6, 3))
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -214,7 +214,7 @@ def test_a_forward_that_ends_in_the_middle():
 
 def test_a_copy_recomputes_itself():
     """A deep copy has regions of its own, over its own blocks."""
-    _, ours = pair("plain", groups(6, 3), rate=0.0)
+    _, ours = pair("plain", group_places(6, 3), rate=0.0)
     copied = copy.deepcopy(ours)
     with torch.no_grad():
         for p in copied.parameters():
@@ -227,7 +227,7 @@ def test_a_copy_recomputes_itself():
 
 def test_an_input_that_is_written_into_later():
     """What a region kept and the model then wrote into is an error, never a wrong gradient."""
-    _, ours = pair("plain", groups(6, 3), rate=0.0)
+    _, ours = pair("plain", group_places(6, 3), rate=0.0)
     x = torch.randn(2, 4, 8, dtype=torch.float64) * 1.0
     out = ours.blocks[0](x, pack={"scale": [1.0]})["hidden"]
     out = ours.blocks[1](out, pack={"scale": [1.0]})["hidden"]
@@ -238,7 +238,7 @@ def test_an_input_that_is_written_into_later():
 
 def test_a_second_run_that_takes_another_way():
     """A module whose second run saves other tensors is an error that names its class."""
-    _, ours = pair("plain", groups(6, 3), rate=0.0)
+    _, ours = pair("plain", group_places(6, 3), rate=0.0)
     calls = []
     ours.blocks[1].norm.register_forward_hook(lambda *_: calls.append(1))
     up = ours.blocks[1].up.forward
@@ -267,16 +267,19 @@ def test_own_generators_are_replayed():
         return [*(p.grad for p in model.parameters()), *(m.made.get_state() for m in model)]
 
     expected = run(lambda model: None)
-    for wrapped in (lambda m: regions(list(m), groups(2, 2)), lambda m: [checkpoint(k) for k in m]):
+    for wrapped in (
+        lambda m: checkpoint_regions(list(m), group_places(2, 2)),
+        lambda m: [checkpoint(k) for k in m],
+    ):
         assert all(torch.equal(a, b) for a, b in zip(run(wrapped), expected, strict=True))
 
 
 def test_kept_inputs_are_offloaded():
     """With `offload` on the same modules the input of the region lies on the host."""
-    _, ours = pair("plain", groups(6, 3), rate=0.0)
-    store = Store(smallest=0, ledger=Ledger())
+    _, ours = pair("plain", group_places(6, 3), rate=0.0)
+    store = ActivationStore(smallest=0, ledger=TierBytes())
     for block in ours.blocks:
-        offload(block, store)
+        offload_activations(block, store)
     plain, _ = pair("plain", PLAIN, rate=0.0)
     assert all(torch.equal(a, b) for a, b in zip(gradients(ours), gradients(plain), strict=True))
     unit = 2 * 4 * 8 * 8
@@ -285,13 +288,19 @@ def test_kept_inputs_are_offloaded():
 
 def test_trees_of_places():
     """Groups cover all places in order; a region is as many places as asked for, the last fewer."""
-    assert groups(5, 2) == ((0, 1), (2, 3), (4,)) and groups(5, 1, 2) == ((0,), 1, (2,), 3, (4,))
-    assert groups(7, 2, 2) == ((0, 1), 2, 3, (4, 5), 6) and groups(0, 3) == ()
-    assert [root(n) for n in (1, 2, 4, 5, 9, 16, 24)] == [1, 2, 2, 3, 3, 4, 5]
-    assert runs(["h.1", "h.2", "h.4", "g.5", "g.6", "x"]) == [
+    assert group_places(5, 2) == ((0, 1), (2, 3), (4,)) and group_places(5, 1, 2) == (
+        (0,),
+        1,
+        (2,),
+        3,
+        (4,),
+    )
+    assert group_places(7, 2, 2) == ((0, 1), 2, 3, (4, 5), 6) and group_places(0, 3) == ()
+    assert [sqrt_region_size(n) for n in (1, 2, 4, 5, 9, 16, 24)] == [1, 2, 2, 3, 3, 4, 5]
+    assert group_consecutive(["h.1", "h.2", "h.4", "g.5", "g.6", "x"]) == [
         ("h.1", "h.2"),
         ("h.4",),
         ("g.5", "g.6"),
         ("x",),
     ]
-    assert paths((0, (1, (2,)), 3)) == ((), (0,), (0, 1), ())
+    assert region_paths((0, (1, (2,)), 3)) == ((), (0,), (0, 1), ())

@@ -21,11 +21,11 @@ from schedlang.passes.analyze.residence import streamed_units, tiers_of
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.grad_reduction.gradient import local_gradient
-from schedlang.runtime.offload.step import Tiers
+from schedlang.runtime.offload.offloaded_step import ParameterTiers
 from schedlang.runtime.program import Program
-from schedlang.runtime.storage.offloaded_gradients import local
-from schedlang.runtime.storage.tiers import Residence, Scratch, tier_of
-from schedlang.viz.show import text, view
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
+from schedlang.runtime.storage.tiers import ScratchFiles, TierCounter, tier_of
+from schedlang.viz.show import format_view, make_view
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
 
@@ -212,7 +212,7 @@ def peaks(rows: str, layers: int) -> dict[str, int]:
     program = build(plan, BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[0])
     gc.collect()
-    with Residence() as seen:
+    with TierCounter() as seen:
         program.train_step(BATCHES[0])
     return seen.ledger.peak
 
@@ -220,7 +220,7 @@ def peaks(rows: str, layers: int) -> dict[str, int]:
 def test_device_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """With layers streamed, 4, 8 and 16 of them need the same bytes on the device; else they grow
     with every layer, and so does what lies on the host."""
-    monkeypatch.setattr("schedlang.runtime.offload.saved_tensors.SMALLEST", 0)
+    monkeypatch.setattr("schedlang.runtime.offload.offloaded_activations.MIN_BYTES", 0)
     monkeypatch.setattr("schedlang.runtime.grad_reduction.gradient.BUCKET_BYTES", 1)
     rows = "layers.* checkpoint()\nlayers.* offload(activations)\n" + ALL.format("cpu")
     four, eight, sixteen = (peaks(rows, layers) for layers in (4, 8, 16))
@@ -238,13 +238,13 @@ def test_layers_are_loaded_twice(prefetch: int) -> None:
     program = build(planned(words(6), rows), BATCHES[0], optimizer=sgd)
     assert program.offloaded is not None
     window, most = program.offloaded.window, [0]
-    turn = window.turn
+    turn = window.advance
 
     def counted(*args: Any, **kwargs: Any) -> None:
         turn(*args, **kwargs)
         most[0] = max(most[0], len(window.on_device))
 
-    window.turn = counted  # type: ignore[method-assign]
+    window.advance = counted  # type: ignore[method-assign]
     program.train_step(BATCHES[0])  # learns the order
     before = window.loads
     program.train_step(BATCHES[1])
@@ -257,9 +257,12 @@ def test_tiers() -> None:
     rows = "embed, layers[0] offload(parameters)\nlayers[0] offload(optimizer, to=disk)\n"
     plan = planned(words(), rows + "layers[1] offload(gradients)")
     here = tiers_of(plan)
-    assert here["embed.weight"] == Tiers("cpu", "cpu", "cpu") and "layers.2.up.bias" not in here
-    assert here["layers.0.up.bias"] == Tiers("cpu", "cpu", "disk")
-    assert here["layers.1.up.bias"] == Tiers("device", "cpu", "device")
+    assert (
+        here["embed.weight"] == ParameterTiers("cpu", "cpu", "cpu")
+        and "layers.2.up.bias" not in here
+    )
+    assert here["layers.0.up.bias"] == ParameterTiers("cpu", "cpu", "disk")
+    assert here["layers.1.up.bias"] == ParameterTiers("device", "cpu", "device")
     units = streamed_units(plan, frozenset(f"layers.{k}" for k in range(3)))
     assert set(units) == {"embed", "layers.0", "head"}
     assert units["head"][1] == ("embed.weight",)
@@ -269,7 +272,7 @@ def test_tiers() -> None:
     assert program.optimizer is not None
     moments = {n: program.optimizer.state[p]["exp_avg"] for n, p in found.items()}
     for name in found:
-        said = here.get(name, Tiers())
+        said = here.get(name, ParameterTiers())
         assert (tier_of(found[name].data), tier_of(moments[name])) == (said.parameter, said.state)
     assert found["layers.1.up.weight"].grad is None
 
@@ -282,8 +285,8 @@ def on_rank(plan: Any) -> dict[str, int]:
     states: Any = program.optimizer.state if program.optimizer is not None else {}
     for parameter in program.assembly.parameters.values():
         state = states.get(parameter, {})
-        each = [local(parameter), local_gradient(parameter)]
-        each += [local(value) for key, value in state.items() if key != "step"]
+        each = [local_tensor(parameter), local_gradient(parameter)]
+        each += [local_tensor(value) for key, value in state.items() if key != "step"]
         for value in each:
             if value is not None:
                 found[tier_of(value)] += value.nbytes
@@ -300,7 +303,7 @@ def test_the_plan_counts_what_lies_where(threads: Threads, base: str, mesh: str)
     seen = threads.run(on_rank, plan.mesh.world, plan)
     want = [{"device": c.state, "cpu": c.cpu, "disk": c.disk} for c in told for _ in range(c.ranks)]
     assert sorted(map(str, seen)) == sorted(map(str, want))
-    printed = text(view(plan, account(plan, BATCHES[0])))
+    printed = format_view(make_view(plan, account(plan, BATCHES[0])))
     assert "on cpu" in printed and "on disk" in printed
     layer = sum(p.nbytes for p in words().layers[0].parameters())
     assert base or told[0].working == layer
@@ -427,7 +430,7 @@ def test_files_are_real_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @contextlib.contextmanager
-def full_after(written: int, scratch: Scratch) -> Iterator[None]:
+def full_after(written: int, scratch: ScratchFiles) -> Iterator[None]:
     """A disk that has room for so many bytes more."""
     plain, left = os.posix_fallocate, [written]
 
@@ -479,14 +482,14 @@ def test_a_full_disk_undoes_the_step(rows: str, room: int) -> None:
 
 def test_a_full_disk_at_build_and_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that do not fit are refused by `build`, activations by the step."""
-    monkeypatch.setattr("schedlang.runtime.offload.saved_tensors.SMALLEST", 0)
-    with full_after(100, Scratch()), pytest.raises(Refusal, match="was not built"):
+    monkeypatch.setattr("schedlang.runtime.offload.offloaded_activations.MIN_BYTES", 0)
+    with full_after(100, ScratchFiles()), pytest.raises(Refusal, match="was not built"):
         build(planned(words(), "offload(parameters, to=disk)"), BATCHES[0], optimizer=sgd)
     rows = "layers.* offload(activations, to=disk)"
     program = build(planned(words(), rows), BATCHES[0], optimizer=sgd)
     before = everything(program)
     with (
-        full_after(100, Scratch()),
+        full_after(100, ScratchFiles()),
         pytest.raises(Refusal, match="nothing was changed: the state is that before the step"),
     ):
         program.train_step(BATCHES[0])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.simulate import rehearse, traffic
-from schedlang.passes.simulate.equal_sends import unit_kinds
-from schedlang.passes.simulate.played_step import places
-from schedlang.passes.simulate.traffic import Context, _run_and_record, collectives
-from schedlang.runtime.tracing.equal_units import Unlike
+from schedlang.passes.simulate import simulated_ranks, traffic
+from schedlang.passes.simulate.equal_units import unit_kinds
+from schedlang.passes.simulate.one_rank_step import representative_places
+from schedlang.passes.simulate.traffic import TrafficContext, _run_and_record, list_collectives
+from schedlang.runtime.tracing.equal_units import DifferentUnits
 from tests.proofs import planned
 
 ROWS = """
@@ -90,14 +90,16 @@ def test_a_stage_that_computes_otherwise_is_played(
     plan = planned(model, ROWS, "pp=4")
     batch = {"x": torch.zeros(4, 8)}
     prepared = prepare(plan, {"x": torch.zeros(1, 8)})
-    kinds = places(plan, prepared)
+    kinds = representative_places(plan, prepared)
 
     def peaks() -> list[int]:
-        found = rehearse.estimate(plan, batch, None, prepared)
+        found = simulated_ranks.estimate_memory(plan, batch, None, prepared)
         return [one.peak for one in found]
 
     shared = peaks()
-    monkeypatch.setattr(rehearse, "places", lambda *_: {place: place for place in kinds})
+    monkeypatch.setattr(
+        simulated_ranks, "representative_places", lambda *_: {place: place for place in kinds}
+    )
     assert shared == peaks()
     assert len(set(kinds.values())) == (3 if change is alike else 4)
 
@@ -144,13 +146,13 @@ def test_a_unit_that_sends_otherwise_is_heard(
     change(model)
     plan = planned(model, SENDING + ROWS, "pp=2, tp=2")
     prepared = prepare(plan, sample)
-    found = collectives(plan, prepared, sample)
-    context = Context(plan, prepared)
+    found = list_collectives(plan, prepared, sample)
+    context = TrafficContext(plan, prepared)
     kinds = unit_kinds(plan, prepared)
     try:
         heard, _ = _run_and_record(context, sample, None, kinds)
-    except Unlike:
+    except DifferentUnits:
         heard = []
     assert sum(not one.kind and not one.backward for one in heard) == passed
     monkeypatch.setattr(traffic, "unit_kinds", lambda *_: {})
-    assert found == collectives(plan, prepared, sample)
+    assert found == list_collectives(plan, prepared, sample)

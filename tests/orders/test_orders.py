@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, Order, OrderError, find, order, sized
-from schedlang.pipeline.timeline.memory import peak, peak_live
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.pipeline.timeline.table import UNIT, Kind
+from schedlang.pipeline.schedules import (
+    ORDERS,
+    Order,
+    OrderError,
+    checked_size,
+    find_order,
+    make_order,
+)
+from schedlang.pipeline.timeline.memory import peak_activations, peak_live
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.pipeline.timeline.table import UNIT_TIMES, Kind
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "torch_orders.json").read_text())
 
@@ -25,8 +32,8 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "torch_orders.json").r
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda r: f"{r['schedule']}-{r['p']}-{r['m']}")
 def test_golden(row: dict[str, Any]) -> None:
     """Spans, bubbles and live activations are those of torch's schedules at unit cost."""
-    t = order(row["schedule"], row["p"], row["m"], row["v"])
-    times = timing(t, {kind: cost / row["v"] for kind, cost in UNIT.items()})
+    t = make_order(row["schedule"], row["p"], row["m"], row["v"])
+    times = simulate_timeline(t, {kind: cost / row["v"] for kind, cost in UNIT_TIMES.items()})
     assert times.rank_span == row["span_max_rank"] and times.makespan == row["makespan"]
     assert round(times.span_bubble, 4) == row["bubble_rank"]
     assert round(times.bubble, 4) == row["bubble_makespan"]
@@ -42,21 +49,23 @@ def test_closed_forms(known: Order) -> None:
     tried = stated = 0
     for ranks, micro, chunks in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 9, 16), (1, 2, 3)):
         try:
-            size = sized(known, ranks, micro, chunks)
+            size = checked_size(known, ranks, micro, chunks)
         except OrderError:
             continue
         tried += 1
         t = known.make(size)
-        check(with_transfers(t))
+        check_timeline(with_transfers(t))
         if known.peak:
-            assert max(peak(t)) == known.peak(size), size
+            assert max(peak_activations(t)) == known.peak(size), size
         for times in COSTS if known.bubble and known.replicas == 1 else ():
             f, i, w = (Fraction(x, 7) for x in times)
             assert known.bubble
             idle = known.bubble(replace(size, cost=Cost(f, i, w)))
             if idle is not None:
                 stated += 1
-                assert timing(t, Cost(f, i, w)).rank_span - micro * (f + i + w) == idle, size
+                assert (
+                    simulate_timeline(t, Cost(f, i, w)).rank_span - micro * (f + i + w) == idle
+                ), size
     assert tried > 2
     assert stated > 5 or not known.bubble or known.replicas > 1
 
@@ -77,7 +86,9 @@ def test_closed_forms(known: Order) -> None:
 @pytest.mark.parametrize("p", [2, 4, 5])
 def test_held_by_each_rank(name: str, chunks: int, held: Any, p: int) -> None:
     """Each rank holds what its place in the pipeline says, and no more."""
-    assert peak(order(name, p, 20, chunks)).tolist() == [held(p, r) for r in range(p)]
+    assert peak_activations(make_order(name, p, 20, chunks)).tolist() == [
+        held(p, r) for r in range(p)
+    ]
 
 
 def _torch_rows(name: str, ranks: int, micro: int, chunks: int) -> list[list[str]]:
@@ -133,7 +144,7 @@ def test_as_torch(name: str, theirs: str, chunks: int, ranks: int, micro: int) -
         pytest.skip("torch refuses these sizes")
     if theirs == "ScheduleDualPipeV" and micro < 2 * ranks:
         pytest.skip("torch refuses these sizes")
-    t = order(name, ranks, micro, chunks)
+    t = make_order(name, ranks, micro, chunks)
     ours = [
         [f"{op.stage}{op.kind.name}{op.microbatch}" for op in t.rows(rank)] for rank in range(ranks)
     ]
@@ -156,7 +167,7 @@ def test_as_torch(name: str, theirs: str, chunks: int, ranks: int, micro: int) -
 def test_refused(args: tuple[str, int, int, int], message: str) -> None:
     """Sizes that an order does not have are refused with sizes that it has."""
     with pytest.raises(OrderError, match=message):
-        order(*args)
+        make_order(*args)
 
 
 def test_what_is_proposed_is_legal() -> None:
@@ -179,7 +190,7 @@ def test_what_is_proposed_is_legal() -> None:
 
 def _refusal(known: Order, ranks: int, micro: int, chunks: int, memory: Any) -> OrderError | None:
     try:
-        sized(known, int(ranks), int(micro), int(chunks), memory=memory)
+        checked_size(known, int(ranks), int(micro), int(chunks), memory=memory)
     except OrderError as error:
         return error
     return None
@@ -209,14 +220,14 @@ def test_names() -> None:
     names = [name.lower() for known in ORDERS for name in (known.name, *known.aliases)]
     assert len(set(names)) == len(names)
     for name in ("zbv", "ZB-v", "gis-h", "breadth-first", "interleaved-zb", "DAPPLE-pb", "v-min"):
-        assert find(name)
+        assert find_order(name)
 
 
 def test_a_million_operations() -> None:
     """Orders, times and transfers of a million operations fit into columns, none lost."""
-    t = order("interleaved1f1b", 64, 1024, 8)
+    t = make_order("interleaved1f1b", 64, 1024, 8)
     assert len(t) == 2 * 64 * 8 * 1024
-    times = timing(t)
+    times = simulate_timeline(t)
     assert times.bubble == pytest.approx(63 / (8 * 1024 + 63))
     full = with_transfers(t)
     sends = (full.kind == Kind.SEND_F) | (full.kind == Kind.SEND_B)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order, vee
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import make_order, v_shaped
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Timeline
 
 P = [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24]
@@ -19,7 +19,7 @@ P = [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24]
 
 def slots(t: Timeline, m: int) -> Fraction:
     """Idle time of the rank that is idle longest, in slots of one chunk."""
-    idle: Fraction = 2 * (timing(t, Cost()).rank_span - 3 * m)
+    idle: Fraction = 2 * (simulate_timeline(t, Cost()).rank_span - 3 * m)
     return idle
 
 
@@ -28,8 +28,8 @@ def slots(t: Timeline, m: int) -> Fraction:
 def test_half_and_a_third(p: int, m: int) -> None:
     """V-Half holds (p+2)//2 microbatches and V-Min (p+4)//3; 1F1B holds p, 1F1B-V two thirds."""
     for name, most in (("V-Half", (p + 2) // 2), ("V-Min", (p + 4) // 3)):
-        assert max(peak(order(name, p, m * p))) == most
-    assert max(peak(order("1F1B-V", p, m * p))) == -(-(2 * p + 1) // 3)
+        assert max(peak_activations(make_order(name, p, m * p))) == most
+    assert max(peak_activations(make_order("1F1B-V", p, m * p))) == -(-(2 * p + 1) // 3)
 
 
 @pytest.mark.parametrize("p", P)
@@ -37,7 +37,7 @@ def test_least_idle(p: int) -> None:
     """Idle slots are 6p - 3q - 1 for a peak of q stage activations, and do not grow with m."""
     for name, most in (("V-Half", 2 * ((p + 2) // 2)), ("V-Min", 2 * ((p + 4) // 3))):
         for m in (2 * p, 3 * p + 1, 5 * p):
-            assert slots(order(name, p, m), m) == (6 * p - 3 * most - 1 if p > 2 else 1), name
+            assert slots(make_order(name, p, m), m) == (6 * p - 3 * most - 1 if p > 2 else 1), name
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_least_idle(p: int) -> None:
 )
 def test_as_published(name: str, p: int, idle: int) -> None:
     """Where the authors' own squeezing reaches the least possible, so does this."""
-    assert slots(order(name, p, 4 * p), 4 * p) == idle
+    assert slots(make_order(name, p, 4 * p), 4 * p) == idle
 
 
 def test_v_min_below_the_authors() -> None:
     """On 8 ranks the authors' V-Min idles for 27 slots, this one for the 23 of the bound."""
-    assert slots(order("V-Min", 8, 32), 32) == 23
+    assert slots(make_order("V-Min", 8, 32), 32) == 23
 
 
 @pytest.mark.parametrize("name", ["V-Half", "V-Min", "1F1B-V"])
@@ -60,9 +60,9 @@ def test_v_min_below_the_authors() -> None:
 def test_every_size_runs(name: str, p: int) -> None:
     """Any number of ranks and microbatches gives an order that is complete and ends."""
     for m in (1, 2, 3, p, p + 1, 2 * p, 4 * p + 3):
-        t = order(name, p, m)
-        check(with_transfers(t))
-        homes = t.homes[0].tolist()
+        t = make_order(name, p, m)
+        check_timeline(with_transfers(t))
+        homes = t.replica_ranks[0].tolist()
         assert homes == [s if s < p else 2 * p - 1 - s for s in range(2 * p)]
 
 
@@ -70,16 +70,16 @@ def test_every_size_runs(name: str, p: int) -> None:
 def test_repetition_is_what_would_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skipping the repeated slots of the steady state gives the order that every slot gives."""
     sizes = [(p, m) for p in (1, 2, 3, 4, 6, 7, 10) for m in (1, 2, p + 1, 5 * p, 7 * p + 3)]
-    skipped = [order(name, p, m) for p, m in sizes]
+    skipped = [make_order(name, p, m) for p, m in sizes]
     counter = iter(range(10**9))
-    monkeypatch.setattr(vee._Squeeze, "_state", lambda self: str(next(counter)).encode())
-    assert skipped == [order(name, p, m) for p, m in sizes]
+    monkeypatch.setattr(v_shaped._Squeeze, "_state", lambda self: str(next(counter)).encode())
+    assert skipped == [make_order(name, p, m) for p, m in sizes]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 12])
 def test_unsplit_block_repeats(p: int) -> None:
     """1F1B-V's block has no two operations of a rank in one slot, however often it is repeated."""
-    offsets = vee._unsplit(p)
-    used = np.concatenate([offsets, offsets[2:] + 1]) % vee.INTERVAL
-    assert (np.sort(used, axis=0) == np.arange(vee.INTERVAL)[:, None]).all()
-    assert slots(order("1F1B-V", p, 3 * p), 3 * p) == 6 * (p - 1) + (p - 1) % 3
+    offsets = v_shaped._unsplit(p)
+    used = np.concatenate([offsets, offsets[2:] + 1]) % v_shaped.INTERVAL
+    assert (np.sort(used, axis=0) == np.arange(v_shaped.INTERVAL)[:, None]).all()
+    assert slots(make_order("1F1B-V", p, 3 * p), 3 * p) == 6 * (p - 1) + (p - 1) % 3

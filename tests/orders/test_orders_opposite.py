@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import OrderError, checked_size, find_order, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 
 # (F, I, W) as integers, so that all times are exact
@@ -21,7 +21,7 @@ COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1
 
 def _idle(t: Timeline, cost: Cost) -> tuple[Any, Any]:
     """Idle time of a rank within the makespan, and within the longest span of a rank."""
-    times = timing(t, cost)
+    times = simulate_timeline(t, cost)
     work = t.microbatches * (cost.f + cost.i + cost.w)
     return times.makespan - work, times.rank_span - work
 
@@ -33,12 +33,12 @@ def test_two_directions(name: str, ranks: int) -> None:
     tried = 0
     for micro in (2, 3, 4, 6, 8, 10, 16, 18, 20):
         try:
-            t = order(name, ranks, micro)
+            t = make_order(name, ranks, micro)
         except OrderError:
             continue
         tried += 1
-        check(with_transfers(t))
-        assert t.homes.tolist() == [list(range(ranks)), list(reversed(range(ranks)))]
+        check_timeline(with_transfers(t))
+        assert t.replica_ranks.tolist() == [list(range(ranks)), list(reversed(range(ranks)))]
         assert set(zip(t.microbatch.tolist(), t.replica.tolist())) == {
             (m, m % 2) for m in range(micro)
         }
@@ -54,12 +54,12 @@ def test_two_directions(name: str, ranks: int) -> None:
 def test_chimera_rates(ranks: int) -> None:
     """The bubble rates of the paper's Table 2, at F = B and at B = 2F, and its activations."""
     for micro in (ranks, 2 * ranks, 5 * ranks):
-        equal = timing(order("chimera", ranks, micro), Cost(2, 1, 1))
+        equal = simulate_timeline(make_order("chimera", ranks, micro), Cost(2, 1, 1))
         assert equal.bubble == Fraction(ranks - 2, 2 * micro + ranks - 2)
-    one = order("chimera", ranks, ranks)
-    double = timing(one, Cost(1, 1, 1))
+    one = make_order("chimera", ranks, ranks)
+    double = simulate_timeline(one, Cost(1, 1, 1))
     assert double.bubble == Fraction(ranks - 2) / (Fraction(3, 2) * ranks + ranks - 2)
-    held = peak(one)
+    held = peak_activations(one)
     assert (held.min(), held.max()) == (ranks // 2 + 1, ranks)
 
 
@@ -71,14 +71,14 @@ def test_closed_forms_of_directions(name: str, costs: tuple[int, int, int]) -> N
     for ranks in (2, 3, 4, 6, 8):
         for micro in range(2, 4 * ranks + 3):
             try:
-                size = sized(find(name), ranks, micro, cost=cost)
+                size = checked_size(find_order(name), ranks, micro, cost=cost)
             except OrderError:
                 continue
-            t = find(name).make(size)
+            t = find_order(name).make(size)
             makespan, span = _idle(t, cost)
-            assert makespan == find(name).bubble(size)
+            assert makespan == find_order(name).bubble(size)
             assert span == makespan or (name == "GEMS" and micro % 2 == 0)
-            assert peak(t).max() == find(name).peak(size)
+            assert peak_activations(t).max() == find_order(name).peak(size)
             tried += 1
     assert tried > 30
 
@@ -86,7 +86,7 @@ def test_closed_forms_of_directions(name: str, costs: tuple[int, int, int]) -> N
 def test_gems_rate() -> None:
     """With B = 2F and many microbatches the rate tends to (p-1) / (p + 1/2)."""
     for ranks in (2, 4, 8):
-        rate = timing(order("gems", ranks, 400), Cost()).bubble
+        rate = simulate_timeline(make_order("gems", ranks, 400), Cost()).bubble
         assert abs(rate - Fraction(ranks - 1) / (ranks + Fraction(1, 2))) < Fraction(1, 200)
 
 
@@ -94,11 +94,11 @@ def test_gems_rate() -> None:
 @pytest.mark.parametrize("more", [0, 2, 8])
 def test_dualpipe_closed_form(ranks: int, more: int) -> None:
     """Idle time is the closed form where I <= F, and p + 1 microbatches are live."""
-    t = order("dualpipe", ranks, 2 * ranks + more)
+    t = make_order("dualpipe", ranks, 2 * ranks + more)
     for costs in COSTS[:-1]:
-        size = sized(find("dualpipe"), ranks, 2 * ranks + more, cost=Cost(*costs))
-        assert _idle(t, size.cost) == (find("dualpipe").bubble(size),) * 2
-    assert peak(t).max() == find("dualpipe").peak(size) == ranks + 1
+        size = checked_size(find_order("dualpipe"), ranks, 2 * ranks + more, cost=Cost(*costs))
+        assert _idle(t, size.cost) == (find_order("dualpipe").bubble(size),) * 2
+    assert peak_activations(t).max() == find_order("dualpipe").peak(size) == ranks + 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
@@ -107,7 +107,7 @@ def test_dualpipe_as_published(ranks: int, costs: tuple[int, int, int]) -> None:
     """With F&B as one cell, (p/2 - 1)(F&B + B - 3W): Table 2 of the DeepSeek-V3 report."""
     f, i, w = costs
     for micro in (2 * ranks, 4 * ranks):
-        idle = _cells(order("dualpipe", ranks, micro), f, i, w)
+        idle = _cells(make_order("dualpipe", ranks, micro), f, i, w)
         assert max(idle) == (ranks // 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
 
 
@@ -158,7 +158,7 @@ def test_proposed_sizes_of_directions(name: str) -> None:
     for ranks in range(1, 10):
         for micro in range(1, 26):
             try:
-                order(name, ranks, micro)
+                make_order(name, ranks, micro)
             except OrderError as error:
                 refused += 1
                 for words in error.legal.split(" or "):
@@ -168,5 +168,5 @@ def test_proposed_sizes_of_directions(name: str) -> None:
                             legal["ranks"] = int(word.removesuffix(" ranks"))
                         else:
                             legal["micro"] = int(word.removeprefix("micro="))
-                    order(name, legal["ranks"], legal["micro"])
+                    make_order(name, legal["ranks"], legal["micro"])
     assert refused > 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import OrderError, checked_size, find_order, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
 ASIDE = (Kind.EVICT, Kind.LOAD)
@@ -40,23 +40,25 @@ def _walk(t: Timeline, rank: int) -> tuple[int, int]:
 def test_bpipe(ranks: int) -> None:
     """1F1B, and no rank holds more than ceil((p+2)/2) whenever its partner sends or asks."""
     for micro in (1, 2, 3, 5, 8, 16, 30):
-        t, bound = order("BPipe", ranks, micro), -(-(ranks + 2) // 2)
-        check(with_transfers(t))
+        t, bound = make_order("BPipe", ranks, micro), -(-(ranks + 2) // 2)
+        check_timeline(with_transfers(t))
         plain = t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD))
-        assert plain == order("1F1B", ranks, micro)
+        assert plain == make_order("1F1B", ranks, micro)
         walks = [_walk(t, rank) for rank in range(ranks)]
         for rank in range(ranks):
             assert walks[rank][0] + walks[-1 - rank][1] <= bound
         assert max(most for most, _ in walks) == min(ranks, micro, bound)
-        assert peak(t).max() == find("BPipe").peak(sized(find("BPipe"), ranks, micro))
+        assert peak_activations(t).max() == find_order("BPipe").peak(
+            checked_size(find_order("BPipe"), ranks, micro)
+        )
 
 
 def test_bpipe_bubble() -> None:
     """Its bubble is that of 1F1B."""
     for ranks, micro in ((4, 8), (7, 9), (8, 32)):
-        size = sized(find("bpipe"), ranks, micro)
-        idle = timing(find("bpipe").make(size), Cost()).makespan - 3 * micro
-        assert idle == find("bpipe").bubble(size) == 3 * (ranks - 1)
+        size = checked_size(find_order("bpipe"), ranks, micro)
+        idle = simulate_timeline(find_order("bpipe").make(size), Cost()).makespan - 3 * micro
+        assert idle == find_order("bpipe").bubble(size) == 3 * (ranks - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5, 8, 9])
@@ -64,22 +66,22 @@ def test_bpipe_bubble() -> None:
 def test_memory_of_bpipe(ranks: int, memory: int) -> None:
     """A limit is kept, or refused with the smallest that can be."""
     try:
-        t = order("bpipe", ranks, 12, memory=memory)
+        t = make_order("bpipe", ranks, 12, memory=memory)
     except OrderError as error:
         least = int(error.legal.removeprefix("memory="))
         assert least > memory and (ranks > 4 or least == (ranks + 2) // 2)
-        t, memory = order("bpipe", ranks, 12, memory=least), least
+        t, memory = make_order("bpipe", ranks, 12, memory=least), least
     walks = [_walk(t, rank) for rank in range(ranks)]
     assert all(walks[r][0] + walks[-1 - r][1] <= memory for r in range(ranks))
-    assert peak(t).max() <= memory
+    assert peak_activations(t).max() <= memory
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_varuna(ranks: int) -> None:
     """The last rank recomputes nothing, the others do so right before each backward."""
     for micro in (1, 2, 5, 8, 20):
-        t = order("Varuna", ranks, micro)
-        check(with_transfers(t))
+        t = make_order("Varuna", ranks, micro)
+        check_timeline(with_transfers(t))
         for rank in range(ranks):
             rows = t.rows(rank)
             again = [op for op in rows if op.kind is Kind.RECOMPUTE]
@@ -91,7 +93,7 @@ def test_varuna(ranks: int) -> None:
 
 def test_varuna_is_its_generator() -> None:
     """The table for 4 ranks and 5 microbatches is what the published generator prints."""
-    assert order("varuna", 4, 5).text() == (
+    assert make_order("varuna", 4, 5).text() == (
         "rank 0: F0 F1 F2 F3 F4 RECOMPUTE0 B0 RECOMPUTE1 B1 RECOMPUTE2 B2 RECOMPUTE3 B3 "
         "RECOMPUTE4 B4\n"
         "rank 1: F0 F1 F2 F3 F4 RECOMPUTE0 B0 RECOMPUTE1 B1 RECOMPUTE2 B2 RECOMPUTE3 B3 "

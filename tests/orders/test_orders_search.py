@@ -7,13 +7,18 @@ from fractions import Fraction
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find, order
-from schedlang.pipeline.schedules.list_scheduling import Chain, filled
-from schedlang.pipeline.schedules.search import chains_of, repetends, searched, warmups
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find_order, make_order
+from schedlang.pipeline.schedules.list_scheduling import StageChain, fill_gaps
+from schedlang.pipeline.schedules.search import (
+    find_repetends,
+    search_order,
+    stage_chains,
+    warmup_timelines,
+)
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 from tests.pipeline_optimum import Problem, faster
 
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2)]
@@ -21,19 +26,19 @@ SMALL = [(2, 4, 1), (2, 6, 2), (3, 4, 1), (3, 4, 2), (3, 4, 3), (3, 8, 2), (4, 4
 
 
 def _makespan(ranks: int, micro: int, memory: float | None, cost: Cost, chunks: int = 1) -> int:
-    t = order("search", ranks, micro, chunks, memory=memory, cost=cost)
-    check(with_transfers(t))
-    assert memory is None or peak(t, cost).max() <= memory
-    return int(timing(t, cost).makespan)
+    t = make_order("search", ranks, micro, chunks, memory=memory, cost=cost)
+    check_timeline(with_transfers(t))
+    assert memory is None or peak_activations(t, cost).max() <= memory
+    return int(simulate_timeline(t, cost).makespan)
 
 
 def _unparked(ranks: int, micro: int, memory: int, cost: Cost) -> int:
     """The makespan where nothing is parked on other ranks, which the oracle knows nothing of."""
     known = tuple(one for one in ORDERS if one.name not in ("Search", "BPipe"))
-    t = searched(Size(ranks, micro, memory=Fraction(memory), cost=cost), known)
-    check(with_transfers(t))
-    assert peak(t, cost).max() <= memory and (t.kind <= Kind.W).all()
-    return int(timing(t, cost).makespan)
+    t = search_order(Size(ranks, micro, memory=Fraction(memory), cost=cost), known)
+    check_timeline(with_transfers(t))
+    assert peak_activations(t, cost).max() <= memory and (t.kind <= Kind.W).all()
+    return int(simulate_timeline(t, cost).makespan)
 
 
 @pytest.mark.parametrize("costs", COSTS)
@@ -77,7 +82,7 @@ def _short_1f1b(ranks: int, micro: int, memory: int) -> Timeline:
             row += [Op(Kind.F, rank, first + m)] if first + m < micro else []
             row.append(Op(Kind.B, rank, m))
         rows.append(row)
-    return timeline(rows)
+    return timeline_from_rows(rows)
 
 
 @pytest.mark.parametrize("cost", [Cost(), Cost(5, 3, 4, 1), Cost(Fraction(3, 2), 1, 2, 0, 0)])
@@ -85,14 +90,14 @@ def test_never_worse_than_1f1b(cost: Cost) -> None:
     """Under any limit it is at least as fast as 1F1B under that limit, and as known orders."""
     for ranks, micro in ((2, 3), (4, 6)):
         for memory in range(1, ranks + 1):
-            t = order("search", ranks, micro, memory=memory, cost=cost)
-            time = timing(t, cost).makespan
-            assert time <= timing(_short_1f1b(ranks, micro, memory), cost).makespan
+            t = make_order("search", ranks, micro, memory=memory, cost=cost)
+            time = simulate_timeline(t, cost).makespan
+            assert time <= simulate_timeline(_short_1f1b(ranks, micro, memory), cost).makespan
             for known in ORDERS:
                 if known.replicas == 1 and not known.relaxed and known.chunks == (1,):
                     other = known.make(Size(ranks, micro)) if known.name != "Varuna" else t
-                    fits = peak(other, cost).max() <= memory
-                    assert not fits or time <= timing(other, cost).makespan
+                    fits = peak_activations(other, cost).max() <= memory
+                    assert not fits or time <= simulate_timeline(other, cost).makespan
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -105,9 +110,12 @@ def test_several_chunks(chunks: int) -> None:
 
 def test_rank_span() -> None:
     """Without a barrier it shortens the longest span of a rank, to nothing but work."""
-    t = order("search", 4, 12, memory=8, barrier=False)
-    assert timing(t).rank_span == timing(t).busy.max()
-    assert timing(order("search", 4, 12, memory=8)).makespan <= timing(t).makespan
+    t = make_order("search", 4, 12, memory=8, barrier=False)
+    assert simulate_timeline(t).rank_span == simulate_timeline(t).busy.max()
+    assert (
+        simulate_timeline(make_order("search", 4, 12, memory=8)).makespan
+        <= simulate_timeline(t).makespan
+    )
 
 
 @pytest.mark.parametrize("memory", [0.25, 0.99])
@@ -115,53 +123,59 @@ def test_rank_span() -> None:
 def test_too_little_memory(memory: float, ranks: int, chunks: int) -> None:
     """Nothing fits: refused with the smallest memory that works, which does."""
     with pytest.raises(OrderError) as caught:
-        order("search", ranks, 4, chunks, memory=memory)
+        make_order("search", ranks, 4, chunks, memory=memory)
     assert caught.value.legal == "memory=1"
-    order("search", ranks, 4, chunks, memory=1)
+    make_order("search", ranks, 4, chunks, memory=1)
 
 
 def test_deterministic() -> None:
     """The same sizes give the same order."""
     size = Size(3, 6, memory=Fraction(2), cost=Cost(5, 3, 4))
     known = tuple(one for one in ORDERS if one.name != "Search")
-    assert searched(size, known) == searched(size, known) == find("Search").make(size)
+    assert search_order(size, known) == search_order(size, known) == find_order("Search").make(size)
 
 
 def test_uneven_stages() -> None:
     """Stages of different weight are searched with their own costs and activations."""
     cost = Cost(4, 4, 4, 1, 1, shares=[1, 2, 3, 2])
-    t = order("search", 4, 6, memory=4, cost=cost)
-    check(with_transfers(t))
-    assert peak(t, cost).max() <= 4
-    assert timing(t, cost).makespan <= timing(order("1f1b", 4, 6), cost).makespan
+    t = make_order("search", 4, 6, memory=4, cost=cost)
+    check_timeline(with_transfers(t))
+    assert peak_activations(t, cost).max() <= 4
+    assert (
+        simulate_timeline(t, cost).makespan
+        <= simulate_timeline(make_order("1f1b", 4, 6), cost).makespan
+    )
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 8), (8, 16)])
 def test_filled(ranks: int, micro: int) -> None:
     """1F1B whose weight gradients fill its gaps under its own memory is as fast as ZB-H1."""
-    chain = next(c for c in chains_of(Size(ranks, micro)) if len(c.times) == 3)
+    chain = next(c for c in stage_chains(Size(ranks, micro)) if len(c.times) == 3)
     for whole_gaps in (True, False):
-        t = filled(chain, order("1F1B", ranks, micro), ranks, whole_gaps=whole_gaps)
-        assert t is not None and peak(t).max() == ranks
-        check(with_transfers(t))
-        assert timing(t, Cost()).makespan == timing(order("ZB-H1", ranks, micro), Cost()).makespan
-    assert filled(chain, order("1F1B", ranks, micro), 0, whole_gaps=True) is None
+        t = fill_gaps(chain, make_order("1F1B", ranks, micro), ranks, whole_gaps=whole_gaps)
+        assert t is not None and peak_activations(t).max() == ranks
+        check_timeline(with_transfers(t))
+        assert (
+            simulate_timeline(t, Cost()).makespan
+            == simulate_timeline(make_order("ZB-H1", ranks, micro), Cost()).makespan
+        )
+    assert fill_gaps(chain, make_order("1F1B", ranks, micro), 0, whole_gaps=True) is None
 
 
 @pytest.mark.parametrize("memory", [1, 2, 3, 5])
 def test_warmups_fit(memory: int) -> None:
     """Warm-ups stop where the memory ends, and use all of it that they can."""
-    made = list(warmups(Size(4, 8, memory=Fraction(memory))))
-    assert [peak(t).max() for t in made] == [min(memory, 4), memory]
+    made = list(warmup_timelines(Size(4, 8, memory=Fraction(memory))))
+    assert [peak_activations(t).max() for t in made] == [min(memory, 4), memory]
 
 
 @pytest.mark.parametrize("times", [(2, 5, 3), (5, 2, 3), (4, 1, 5)])
 def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
     """No two operations overlap modulo the period where they take different times."""
     rows = tuple((time,) * 3 for time in times)
-    chain = Chain(3, (0, 1, 2), rows, ((1,) * 3, (0,) * 3, (-1,) * 3))
+    chain = StageChain(3, (0, 1, 2), rows, ((1,) * 3, (0,) * 3, (-1,) * 3))
     for period in (10, 11, 13):
-        for one in repetends(chain, period, None, 16):
+        for one in find_repetends(chain, period, None, 16):
             for rank in range(3):
                 busy = [
                     (one.start(kind, rank, 0) + k) % period
@@ -174,8 +188,8 @@ def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("period", [3, 4, 6])
 def test_repetends_repeat(period: int) -> None:
     """No two operations of a rank overlap modulo the period, and each waits for its inputs."""
-    chain = Chain(3, (0, 1, 2), ((1,) * 3,) * 3, ((1,) * 3, (0,) * 3, (-1,) * 3), 1)
-    found = repetends(chain, period, None, 16)
+    chain = StageChain(3, (0, 1, 2), ((1,) * 3,) * 3, ((1,) * 3, (0,) * 3, (-1,) * 3), 1)
+    found = find_repetends(chain, period, None, 16)
     assert len(found) > 3
     for one in found:
         for rank in range(3):
@@ -186,4 +200,4 @@ def test_repetends_repeat(period: int) -> None:
             assert one.start(1, stage, 0) >= one.start(1, stage + 1, 0) + 2
         assert one.start(1, 2, 0) > one.start(0, 2, 0)
         assert all(one.start(2, s, 0) > one.start(1, s, 0) for s in range(3))
-    assert not repetends(chain, 2, None, 16)
+    assert not find_repetends(chain, 2, None, 16)

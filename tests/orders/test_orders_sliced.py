@@ -8,10 +8,10 @@ from fractions import Fraction
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import OrderError, checked_size, find_order, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind
 
 
@@ -22,18 +22,18 @@ def test_sliced_orders(name: str, slices: int) -> None:
     cost = Cost(Fraction(3), Fraction(2), Fraction(5, 3))
     for ranks in (1, 2, 3, 4, 8):
         for micro in (1, 2, 3, 5, 8):
-            size = sized(find(name), ranks, micro, slices=slices, cost=cost)
-            t = find(name).make(size)
-            check(with_transfers(t))
-            idle = timing(t, cost).makespan - micro * (cost.f + cost.i + cost.w)
-            assert idle == find(name).bubble(size)
-            assert peak(t).max() == find(name).peak(size)
+            size = checked_size(find_order(name), ranks, micro, slices=slices, cost=cost)
+            t = find_order(name).make(size)
+            check_timeline(with_transfers(t))
+            idle = simulate_timeline(t, cost).makespan - micro * (cost.f + cost.i + cost.w)
+            assert idle == find_order(name).bubble(size)
+            assert peak_activations(t).max() == find_order(name).peak(size)
 
 
 @pytest.mark.parametrize("name", ["Seq1F1B", "TeraPipe"])
 def test_slices_in_order_and_reverse(name: str) -> None:
     """On every rank slices of a microbatch go forward in order and back in reverse, each once."""
-    t = order(name, 4, 3, slices=4)
+    t = make_order(name, 4, 3, slices=4)
     for rank in range(4):
         rows = t.rows(rank)
         for microbatch in range(3):
@@ -46,10 +46,10 @@ def test_slices_in_order_and_reverse(name: str) -> None:
 def test_one_slice_is_the_old_order() -> None:
     """Seq1F1B with one slice is 1F1B, operation by operation."""
     for ranks, micro in ((1, 3), (2, 4), (4, 8), (4, 2)):
-        assert order("Seq1F1B", ranks, micro) == order("1F1B", ranks, micro)
+        assert make_order("Seq1F1B", ranks, micro) == make_order("1F1B", ranks, micro)
 
 
 def test_orders_that_do_not_slice() -> None:
     """Slices under another order are refused with the orders that cut sequences."""
     with pytest.raises(OrderError, match="Seq1F1B, TeraPipe"):
-        order("1F1B", 2, 4, slices=2)
+        make_order("1F1B", 2, 4, slices=2)

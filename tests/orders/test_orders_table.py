@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from schedlang.pipeline.schedules import ORDERS, OrderError, order, read_table, write_table
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.schedules import ORDERS, OrderError, make_order, read_table, write_table
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 
 
 def _runtime(t: Timeline) -> Any:
@@ -26,7 +26,7 @@ def _runtime(t: Timeline) -> Any:
 )
 def test_torch_reads_and_writes_our_tables(name: str, chunks: int, tmp_path: Path) -> None:
     """torch loads a table of ours, and what it dumps, with or without messages, is the order."""
-    t = order(name, 4, 8, chunks)
+    t = make_order(name, 4, 8, chunks)
     ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
     ours.write_text(write_table(t))
     runtime = _runtime(t)
@@ -75,7 +75,7 @@ def test_overlapped_cells() -> None:
 def test_every_order_survives_its_table(known: Any) -> None:
     """Replicas, slices, versions, recomputed and parked operations are read as written."""
     for ranks, micro in ((4, 8), (8, 16)):
-        t = order(known.name, ranks, micro, slices=3 if known.sliced else 1)
+        t = make_order(known.name, ranks, micro, slices=3 if known.sliced else 1)
         if not known.relaxed:
             assert read_table(write_table(t)) == t
 
@@ -83,7 +83,7 @@ def test_every_order_survives_its_table(known: Any) -> None:
 def test_versions_survive() -> None:
     """A table keeps versions, and the steps that make them."""
     rows = [Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.STEP, 0, 0, version=1)]
-    t = timeline([[*rows, Op(Kind.F, 0, 1, version=1), Op(Kind.B, 0, 1, version=1)]])
+    t = timeline_from_rows([[*rows, Op(Kind.F, 0, 1, version=1), Op(Kind.B, 0, 1, version=1)]])
     assert write_table(t) == "0F0,0B0,0STEP0v1,0F1v1,0B1v1\n"
     assert read_table(write_table(t)) == t
 
@@ -120,8 +120,8 @@ def test_broken_tables(text: str, message: str) -> None:
 
 def test_wrong_sizes() -> None:
     """A table for other ranks or microbatches is refused with its own; blank lines may follow."""
-    text = write_table(order("1F1B", 2, 4))
-    assert read_table(text + "\n \n", 2, 4) == order("1F1B", 2, 4)
+    text = write_table(make_order("1F1B", 2, 4))
+    assert read_table(text + "\n \n", 2, 4) == make_order("1F1B", 2, 4)
     with pytest.raises(OrderError, match="ranks=2"):
         read_table(text, 4, 4)
     with pytest.raises(OrderError, match="micro=4"):
@@ -131,12 +131,12 @@ def test_wrong_sizes() -> None:
 def test_a_file_is_an_order(tmp_path: Path) -> None:
     """The path of a table stands for its order; other sizes are refused with those it has."""
     path = tmp_path / "mine.CSV"
-    path.write_text(write_table(order("Interleaved1F1B", 2, 4)))
-    assert order(str(path), 2, 4) == order("Interleaved1F1B", 2, 4)
+    path.write_text(write_table(make_order("Interleaved1F1B", 2, 4)))
+    assert make_order(str(path), 2, 4) == make_order("Interleaved1F1B", 2, 4)
     with pytest.raises(OrderError, match="2 ranks with micro=4"):
-        order(str(path), 2, 8)
+        make_order(str(path), 2, 8)
     with pytest.raises(OrderError, match="No such file"):
-        order(str(tmp_path / "other.csv"), 2, 4)
+        make_order(str(tmp_path / "other.csv"), 2, 4)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(OrderError, match="it is not text"):
-        order(str(path), 2, 4)
+        make_order(str(path), 2, 4)

@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 
 Cell = tuple[Op, ...]
@@ -21,7 +21,7 @@ Place = tuple[bool, int, int]  # a backward or not, stage, microbatch
 def test_zb_v_waits_for_the_barrier(p: int) -> None:
     """At equal times no rank of ZB-V idles; under a barrier (p-1) (F+I-W) / 2 is left."""
     m = 2 * p + 1
-    times = timing(order("ZB-V", p, m), Cost())
+    times = simulate_timeline(make_order("ZB-V", p, m), Cost())
     assert times.rank_span == 3 * m
     assert times.makespan - 3 * m == Fraction(p - 1, 2)
 
@@ -31,12 +31,12 @@ def test_zb_v_waits_for_the_barrier(p: int) -> None:
 def test_few_microbatches(name: str, p: int) -> None:
     """Fewer microbatches than torch takes run too, on every rank the same number held."""
     for m in range(1, 2 * p + 2):
-        t = order(name, p, m)
-        check(with_transfers(t))
+        t = make_order(name, p, m)
+        check_timeline(with_transfers(t))
         most = Fraction(2 * p + 1, 2) if name == "DualPipeV" else p
-        assert max(peak(t)) == min(m, most)
+        assert max(peak_activations(t)) == min(m, most)
         if m >= 2 * p > 2:
-            assert set(peak(t)) == {most}
+            assert set(peak_activations(t)) == {most}
 
 
 def cells(t: Timeline, rank: int) -> list[Cell]:
@@ -93,4 +93,4 @@ def test_dualpipe_v_as_published(p: int, f: int, w: int) -> None:
     """With F = I, cells run as one take (PP/2 - 1) (F&B + B - 3W) of idle time, PP = 2p stages."""
     cost = {Kind.F: f, Kind.I: f, Kind.W: w, Kind.B: f + w}
     both = 2 * f + w
-    assert idle(order("DualPipeV", p, 3 * p), cost, both) == (p - 1) * (both + f + w - 3 * w)
+    assert idle(make_order("DualPipeV", p, 3 * p), cost, both) == (p - 1) * (both + f + w - 3 * w)

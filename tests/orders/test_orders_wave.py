@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import OrderError, order
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import OrderError, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,9 @@ from schedlang.pipeline.timeline.simulation import timing
 )
 def test_bubbles_of_waves(ranks: int, waves: int, bubble: float) -> None:
     """With m = p and B = 2F the bubbles are those of an independent simulation, p in flight."""
-    t = order("Hanayo", ranks, ranks, 2 * waves)
-    assert round(float(timing(t, Cost()).bubble), 3) == bubble
-    assert peak(t).max() == ranks
+    t = make_order("Hanayo", ranks, ranks, 2 * waves)
+    assert round(float(simulate_timeline(t, Cost()).bubble), 3) == bubble
+    assert peak_activations(t).max() == ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -28,10 +28,10 @@ def test_waves(ranks: int, waves: int) -> None:
     """Stages go forth and back over the ranks; every size ends and is complete."""
     forth = [*range(ranks)]
     for micro in (1, 2, 3, 5, 8, 17):
-        t = order("wave", ranks, micro, 2 * waves)
-        check(with_transfers(t))
+        t = make_order("wave", ranks, micro, 2 * waves)
+        check_timeline(with_transfers(t))
         assert t.stage_rank.tolist() == (forth + forth[::-1]) * waves
-        assert peak(t).max() <= min(micro, 2 * ranks)
+        assert peak_activations(t).max() <= min(micro, 2 * ranks)
 
 
 @pytest.mark.parametrize("memory", [1, 2, 3, 4, 5])
@@ -39,10 +39,10 @@ def test_memory_of_waves(memory: int) -> None:
     """`memory` bounds the microbatches in flight, and more of it is never slower here."""
     spans = []
     for limit in range(1, memory + 1):
-        t = order("hanayo", 4, 16, 4, memory=limit)
-        check(with_transfers(t))
-        assert peak(t).max() <= limit
-        spans.append(timing(t, Cost()).makespan)
+        t = make_order("hanayo", 4, 16, 4, memory=limit)
+        check_timeline(with_transfers(t))
+        assert peak_activations(t).max() <= limit
+        spans.append(simulate_timeline(t, Cost()).makespan)
     assert spans == sorted(spans, reverse=True)
 
 
@@ -50,9 +50,9 @@ def test_memory_of_waves(memory: int) -> None:
 def test_proposed_chunks_of_waves(chunks: int) -> None:
     """An odd number of stages per rank is refused with numbers that are accepted."""
     with pytest.raises(OrderError) as caught:
-        order("hanayo", 4, 4, chunks)
+        make_order("hanayo", 4, 4, chunks)
     for word in caught.value.legal.split(" or "):
         if word.startswith("chunks="):
-            order("hanayo", 4, 4, int(word.removeprefix("chunks=").rstrip(",")))
+            make_order("hanayo", 4, 4, int(word.removeprefix("chunks=").rstrip(",")))
     with pytest.raises(OrderError, match="memory=1"):
-        order("hanayo", 4, 4, memory=0.5)
+        make_order("hanayo", 4, 4, memory=0.5)

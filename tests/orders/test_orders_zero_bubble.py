@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import find, order, sized
-from schedlang.pipeline.schedules.heuristic import KEPT, Knobs, draft
-from schedlang.pipeline.schedules.looped import accounted
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import checked_size, find_order, make_order
+from schedlang.pipeline.schedules.looped import paper_span
+from schedlang.pipeline.schedules.zero_bubble import PAPER_KEPT_SHARE, Knobs, build_draft
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 
 # Qi et al., Zero Bubble, 2023: the bubbles of Table 5, and the times of Table 9 in milliseconds
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
@@ -37,9 +37,9 @@ def test_table_5(row: dict[str, Any]) -> None:
     found = {}
     for name in row["bubble"]:
         chunks = (row["layers"] + 2) // p if name == "1F1B-I" else None
-        span = timing(order(name, p, m, chunks, cost=cost), cost).rank_span
+        span = simulate_timeline(make_order(name, p, m, chunks, cost=cost), cost).rank_span
         if name == "1F1B-I":
-            span = accounted(span, sized(find(name), p, m, chunks, cost=cost))
+            span = paper_span(span, checked_size(find_order(name), p, m, chunks, cost=cost))
         found[name] = round(1 - m * (row["f"] + row["i"] + row["w"]) / span, 4)
     assert found == row["bubble"]
 
@@ -49,31 +49,37 @@ def test_table_5(row: dict[str, Any]) -> None:
 def test_1p_holds_what_1f1b_holds(p: int, cost: Cost) -> None:
     """ZB-1p holds p microbatches whatever the costs, and takes no longer than 1F1B."""
     for m in (1, 2, p, 2 * p + 1):
-        t = order("ZB-1p", p, m, cost=cost)
-        check(with_transfers(t))
-        assert max(peak(t)) == min(p, m)
-        assert timing(t, cost).rank_span <= timing(order("1F1B", p, m), cost).rank_span
+        t = make_order("ZB-1p", p, m, cost=cost)
+        check_timeline(with_transfers(t))
+        assert max(peak_activations(t)) == min(p, m)
+        assert (
+            simulate_timeline(t, cost).rank_span
+            <= simulate_timeline(make_order("1F1B", p, m), cost).rank_span
+        )
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("kept", [1, KEPT, Fraction(1, 10), 0])
+@pytest.mark.parametrize("kept", [1, PAPER_KEPT_SHARE, Fraction(1, 10), 0])
 def test_memory_is_kept(cost: Cost, kept: Fraction) -> None:
     """No rank holds more than it may, as the simulator counts it."""
     cost = replace(cost, kept=kept)
     for p, m in ((1, 3), (2, 5), (4, 4), (4, 11), (6, 13)):
         for memory in (1, 2, Fraction(5, 2), p, 2 * p):
-            t = order("ZB-2p", p, m, cost=cost, memory=memory)
-            check(t)
-            assert max(peak(t, cost)) <= memory, (p, m, memory)
+            t = make_order("ZB-2p", p, m, cost=cost, memory=memory)
+            check_timeline(t)
+            assert max(peak_activations(t, cost)) <= memory, (p, m, memory)
 
 
 @pytest.mark.parametrize("cost", COSTS)
 def test_2p_as_the_paper_counts(cost: Cost) -> None:
     """Without a limit ZB-2p keeps to 2p as the paper counts, and takes no longer than ZB-1p."""
     for p, m in ((2, 5), (4, 4), (4, 12), (6, 18)):
-        t = order("ZB-2p", p, m, cost=cost)
-        assert max(peak(t, replace(cost, kept=KEPT))) <= 2 * p
-        assert timing(t, cost).rank_span <= timing(order("ZB-1p", p, m, cost=cost), cost).rank_span
+        t = make_order("ZB-2p", p, m, cost=cost)
+        assert max(peak_activations(t, replace(cost, kept=PAPER_KEPT_SHARE))) <= 2 * p
+        assert (
+            simulate_timeline(t, cost).rank_span
+            <= simulate_timeline(make_order("ZB-1p", p, m, cost=cost), cost).rank_span
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,23 +95,26 @@ def test_2p_as_the_paper_counts(cost: Cost) -> None:
 )
 def test_every_choice_pays(knob: str, value: bool, cost: Cost, p: int, m: int, limit: int) -> None:
     """Each of the heuristic's choices gives the shortest order somewhere, and that is taken."""
-    size = sized(find("ZB-2p"), p, m, cost=cost, memory=limit)
+    size = checked_size(find_order("ZB-2p"), p, m, cost=cost, memory=limit)
     spans: dict[bool, list[Any]] = {True: [], False: []}
     for choice in itertools.product((True, False), repeat=3):
         knobs = Knobs(*choice)
-        spans[getattr(knobs, knob)].append(draft(size, Fraction(limit), knobs).span)
+        spans[getattr(knobs, knob)].append(build_draft(size, Fraction(limit), knobs).span)
     best = min(spans[value])
     assert best < min(spans[not value])
-    assert timing(order("ZB-2p", p, m, cost=cost, memory=limit), cost).rank_span == best
+    assert (
+        simulate_timeline(make_order("ZB-2p", p, m, cost=cost, memory=limit), cost).rank_span
+        == best
+    )
 
 
 @pytest.mark.parametrize("cost", [*COSTS, Cost(4, 3, 2, 1, shares=(Fraction(1, 2), 1, 1, 1.5))])
 def test_a_draft_knows_its_time(cost: Cost) -> None:
     """Of all eight orders the heuristic knows the span to which the simulator comes."""
-    size = sized(find("ZB-2p"), 4, 11, cost=cost)
+    size = checked_size(find_order("ZB-2p"), 4, 11, cost=cost)
     for knobs in itertools.product((True, False), repeat=3):
-        made = draft(size, Fraction(6), Knobs(*knobs))
-        assert made.span == timing(made.timeline(), cost).rank_span, knobs
+        made = build_draft(size, Fraction(6), Knobs(*knobs))
+        assert made.span == simulate_timeline(made.timeline(), cost).rank_span, knobs
 
 
 @pytest.mark.parametrize(
@@ -115,10 +124,10 @@ def test_memory_that_is_enough(row: dict[str, Any]) -> None:
     """((p-1) (I + 2 comm) + p F) / F microbatches are all but enough (§5.4), 3 less are not."""
     p, m = row["p"], row["m"]
     f, i, w, comm = (Fraction(str(row[name])) for name in ("f", "i", "w", "comm"))
-    cost = Cost(f, i, w, comm, KEPT)
+    cost = Cost(f, i, w, comm, PAPER_KEPT_SHARE)
     enough = ((p - 1) * (i + 2 * comm) + p * f) / f
     less, there, all_of_it = (
-        timing(order("ZB-2p", p, m, cost=cost, memory=limit), cost).span_bubble
+        simulate_timeline(make_order("ZB-2p", p, m, cost=cost, memory=limit), cost).span_bubble
         for limit in (enough - 3, enough, m)
     )
     assert all_of_it <= there < all_of_it + Fraction(1, 100)
@@ -130,7 +139,10 @@ def test_few_microbatches(p: int) -> None:
     """For m <= p ZB-H1 takes (m+p-1) (F+I) + W, and 1F1B (m+p-1) (F+I+W), as in Appendix H."""
     f, i, w = Fraction(7, 3), Fraction(5, 2), Fraction(4, 3)
     for m in range(1, p + 1):
-        spans = [timing(order(n, p, m), Cost(f, i, w)).rank_span for n in ("ZB-H1", "1F1B")]
+        spans = [
+            simulate_timeline(make_order(n, p, m), Cost(f, i, w)).rank_span
+            for n in ("ZB-H1", "1F1B")
+        ]
         assert spans == [(m + p - 1) * (f + i) + w, (m + p - 1) * (f + i + w)]
 
 
@@ -144,15 +156,17 @@ def test_gis_within_its_bounds(p: int, v: int) -> None:
             ("GIS", 0, p),
             ("GIS-H", Fraction((v - 1) * p, 2) * (f + i - w), Fraction((v + 1) * p + v - 1, 2 * v)),
         ):
-            t = order(name, p, m, v)
-            idle = timing(t, Cost(f, i, w)).rank_span - m * (f + i + w)
+            t = make_order(name, p, m, v)
+            idle = simulate_timeline(t, Cost(f, i, w)).rank_span - m * (f + i + w)
             assert idle * v <= (p - 1) * (f + i) + extra, (name, cost)
-            assert max(peak(t)) <= most
+            assert max(peak_activations(t)) <= most
 
 
 def test_gis_h_takes_the_memory_it_gets() -> None:
     """GIS-H has smaller rounds for less memory, from p down to p/2; less is refused."""
-    peaks = [max(peak(order("GIS-H", 8, 64, 2, memory=m / 4))) for m in range(24, 36)]
+    peaks = [
+        max(peak_activations(make_order("GIS-H", 8, 64, 2, memory=m / 4))) for m in range(24, 36)
+    ]
     assert peaks == sorted(peaks) and peaks[0] == 6 and peaks[-1] == 8
     with pytest.raises(ValueError, match="memory=6"):
-        order("GIS-H", 8, 64, 2, memory=5)
+        make_order("GIS-H", 8, 64, 2, memory=5)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.verbs.costs import costs
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.verbs.costs import parse_costs
 
 PUBLISHED = "F=18.522,I=18.086,W=9.337,comm=0.601"  # Zero Bubble, Table 9, 1.5B, p = 8, m = 24
 
@@ -58,7 +58,7 @@ def test_as_the_timeline() -> None:
         "F=1/3,B=2,comm=1/7",
     )
     cost = Cost(Fraction(1, 3), 1, 1, Fraction(1, 7))
-    times = timing(order("Interleaved1F1B", 4, 8, 3), cost)
+    times = simulate_timeline(make_order("Interleaved1F1B", 4, 8, 3), cost)
     assert isinstance(times.rank_span, Fraction)
     assert value["rank_span"] == float(times.rank_span)
     assert value["makespan"] == float(times.makespan)
@@ -86,10 +86,10 @@ def test_memory() -> None:
 
 def test_costs() -> None:
     """Costs are read as they are written; what is left out follows from what is there."""
-    assert costs(None) == Cost()
-    assert costs("f=2, w=1") == Cost(2, 2, 1)
-    assert costs("B=3,comm=0.5") == Cost(1, Fraction(3, 2), Fraction(3, 2), 0.5)
-    assert costs("F=1/3,kept=1/2,evict=2") == Cost(
+    assert parse_costs(None) == Cost()
+    assert parse_costs("f=2, w=1") == Cost(2, 2, 1)
+    assert parse_costs("B=3,comm=0.5") == Cost(1, Fraction(3, 2), Fraction(3, 2), 0.5)
+    assert parse_costs("F=1/3,kept=1/2,evict=2") == Cost(
         *[Fraction(1, 3)] * 3, kept=Fraction(1, 2), evict=2
     )
 
@@ -133,13 +133,13 @@ def test_table(tmp_path: Path) -> None:
     """A table of an order is timed as the order itself; a broken one is refused with its place."""
     from schedlang.pipeline.schedules import write_table
 
-    (tmp_path / "a.csv").write_text(write_table(order("1F1B", 3, 5)))
+    (tmp_path / "a.csv").write_text(write_table(make_order("1F1B", 3, 5)))
     cost = ("--cost", "F=2,B=3,comm=1")
     table = answer("--order", tmp_path / "a.csv", *cost)
     named = answer("--order", "1F1B", "--stages", 3, "--micro", 5, *cost)
     same = ("rank_span", "makespan", "bubble", "peak", "communication", "stages", "micro", "chunks")
     assert {key: table[key] for key in same} == {key: named[key] for key in same}
-    (tmp_path / "b.csv").write_text(write_table(order("1F1B", 3, 5)).replace("0B4", "0X4"))
+    (tmp_path / "b.csv").write_text(write_table(make_order("1F1B", 3, 5)).replace("0B4", "0X4"))
     for words, said in (
         (("--order", tmp_path / "b.csv"), "line 1"),
         (("--order", tmp_path / "c.csv"), "cannot read the table"),

@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.pipeline.schedules import ORDERS, order
+from schedlang.pipeline.schedules import ORDERS, make_order
 from schedlang.pipeline.timeline.memory import peak_live
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, chain, timeline
-from schedlang.viz.timeline_pictures import svg
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.pipeline.timeline.table import (
+    Kind,
+    Op,
+    Timeline,
+    TimelineError,
+    chain_edges,
+    timeline_from_rows,
+)
+from schedlang.viz.timeline_pictures import draw_timeline
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
@@ -27,17 +34,17 @@ def rows_of(t: Timeline) -> list[list[Op]]:
 def test_rows_round_trip() -> None:
     """Rows to columns and back are the identity, and equal rows make equal timelines."""
     rows = [[Op(F, 0, 0), Op(I, 0, 0, slice=2), Op(W, 0, 0)], [Op(F, 1, 0, version=3)]]
-    made = timeline(rows)
+    made = timeline_from_rows(rows)
     assert rows_of(made) == rows
-    assert made == timeline(rows) and hash(made) == hash(timeline(rows))
-    assert made != timeline([rows[0], [Op(F, 1, 0)]])
-    assert made.edges == chain(2) == ((0, 1),)
+    assert made == timeline_from_rows(rows) and hash(made) == hash(timeline_from_rows(rows))
+    assert made != timeline_from_rows([rows[0], [Op(F, 1, 0)]])
+    assert made.edges == chain_edges(2) == ((0, 1),)
 
 
 def test_columns_cannot_be_written() -> None:
     """A timeline is a value: its columns are read-only, also where the caller keeps the arrays."""
     mine = np.zeros(1, np.int32)
-    t = replace(timeline([[Op(F, 0, 0)]]), microbatch=mine)
+    t = replace(timeline_from_rows([[Op(F, 0, 0)]]), microbatch=mine)
     mine[0] = 5
     assert t.microbatch[0] == 0
     with pytest.raises(ValueError, match="read-only"):
@@ -62,7 +69,7 @@ def test_columns_cannot_be_written() -> None:
 def test_check_refuses(rows: list[list[Op]], message: str) -> None:
     """Each way in which operations can be missing, double or misplaced is named."""
     with pytest.raises(TimelineError, match=message):
-        check(timeline(rows))
+        check_timeline(timeline_from_rows(rows))
 
 
 def test_check_finds_deadlock() -> None:
@@ -72,22 +79,22 @@ def test_check_finds_deadlock() -> None:
         [Op(F, 1, 0), Op(F, 1, 1), Op(B, 1, 0), Op(B, 1, 1)],
     ]
     with pytest.raises(TimelineError, match="B of stage 0, microbatch 0.*waits for B of stage 1"):
-        check(timeline(rows))
+        check_timeline(timeline_from_rows(rows))
 
 
 def test_transfers_match_in_order() -> None:
     """Transfers that were added are accepted; two receives swapped, or one missing, are not."""
-    good = with_transfers(order("1f1b", 3, 4))
-    check(good)
+    good = with_transfers(make_order("1f1b", 3, 4))
+    check_timeline(good)
     rows = rows_of(good)
     receives = [k for k, op in enumerate(rows[1]) if op.kind is Kind.RECV_F]
     a, b = receives[:2]
     rows[1][a], rows[1][b] = rows[1][b], rows[1][a]
     with pytest.raises(TimelineError, match="do not match"):
-        check(timeline(rows, good.edges))
+        check_timeline(timeline_from_rows(rows, good.edges))
     del rows[1][a]
     with pytest.raises(TimelineError, match="do not match"):
-        check(timeline(rows, good.edges))
+        check_timeline(timeline_from_rows(rows, good.edges))
 
 
 @st.composite
@@ -95,7 +102,7 @@ def orders(draw: st.DrawFn) -> Timeline:
     """Any timeline that ends, over any graph: operations in a random possible order."""
     ranks, stages, micro = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
     extra = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))))
-    edges = {*chain(stages), *((s, t) for s, t in extra if s < t)}
+    edges = {*chain_edges(stages), *((s, t) for s, t in extra if s < t)}
     place = [draw(st.integers(0, ranks - 1)) for _ in range(stages)]
     rows: list[list[Op]] = [[] for _ in range(ranks)]
     ready = {(F, s, m) for s in range(stages) for m in range(micro) if s == 0}
@@ -110,7 +117,7 @@ def orders(draw: st.DrawFn) -> Timeline:
                 ready |= {(F, t, m)} - done
             if (F, t, m) in done and all((B, y, m) in done for x, y in edges if x == t):
                 ready |= {(B, t, m)} - done
-    return timeline(rows, edges)
+    return timeline_from_rows(rows, edges)
 
 
 @given(orders(), st.integers(0, 3))
@@ -118,7 +125,7 @@ def orders(draw: st.DrawFn) -> Timeline:
 def test_any_possible_order(t: Timeline, lookahead: int) -> None:
     """Any order that can happen passes; its receives come in sending order, before their use."""
     full = with_transfers(t, lookahead)
-    check(full)
+    check_timeline(full)
     assert full.compute() == t
     for rank in range(full.ranks):
         seen: set[tuple[Kind, int, int, int]] = set()
@@ -135,19 +142,19 @@ def test_any_possible_order(t: Timeline, lookahead: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_times(t: Timeline) -> None:
     """No rank does two things at once, all work is done, and transfers only make it later."""
-    times = timing(t)
+    times = simulate_timeline(t)
     for rank in range(t.ranks):
         part = slice(int(t.starts[rank]), int(t.starts[rank + 1]))
         assert (times.start[part][1:] >= times.end[part][:-1]).all()
     assert times.busy.sum() == 3 * (t.kind == F).sum()
-    assert times.rank_span <= times.makespan <= timing(t, transfer=0.5).makespan
+    assert times.rank_span <= times.makespan <= simulate_timeline(t, transfer=0.5).makespan
     assert 0.0 <= times.bubble < 1.0
 
 
 def test_costs_per_operation() -> None:
     """Costs may be given for each operation, and a transfer costs only between ranks."""
-    t = timeline([[Op(F, 0, 0), Op(F, 1, 0)], [Op(F, 2, 0)]])
-    times = timing(t, np.array([1.0, 2.0, 4.0]), transfer=0.5)
+    t = timeline_from_rows([[Op(F, 0, 0), Op(F, 1, 0)], [Op(F, 2, 0)]])
+    times = simulate_timeline(t, np.array([1.0, 2.0, 4.0]), transfer=0.5)
     assert times.start.tolist() == [0.0, 1.0, 3.5] and times.makespan == 7.5
     assert times.rank_span == 4.0
 
@@ -156,14 +163,14 @@ def test_peak_live() -> None:
     """An activation lives from its forward to its weight gradient, not to its input gradient."""
     late = [Op(F, 0, 0), Op(I, 0, 0), Op(F, 0, 1), Op(W, 0, 0), Op(I, 0, 1), Op(W, 0, 1)]
     whole = [Op(F, 1, 0), Op(B, 1, 0), Op(F, 1, 1), Op(B, 1, 1)]
-    assert peak_live(timeline([late, whole])).tolist() == [2, 1]
+    assert peak_live(timeline_from_rows([late, whole])).tolist() == [2, 1]
 
 
 def test_text() -> None:
     """One line per rank; the stage is named where a rank has several; long lines are shortened."""
-    assert order("1f1b", 2, 2).text() == "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1"
-    assert order("interleaved1f1b", 2, 2, 2).text().startswith("rank 0: 0F0 0F1 2F0 2F1 2B0 ")
-    short = order("gpipe", 1, 50).text(40)
+    assert make_order("1f1b", 2, 2).text() == "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1"
+    assert make_order("interleaved1f1b", 2, 2, 2).text().startswith("rank 0: 0F0 0F1 2F0 2F1 2B0 ")
+    short = make_order("gpipe", 1, 50).text(40)
     assert short.startswith("rank 0: F0 F1 ") and " .. " in short and short.endswith(" B48 B49")
     assert len(short) <= len("rank 0: ") + 40
 
@@ -171,11 +178,11 @@ def test_text() -> None:
 @pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)
 def test_svg(known: object) -> None:
     """The picture is well-formed, self-contained, and has one block for each operation."""
-    t = order(known.name, 2, 4)  # type: ignore[attr-defined]
+    t = make_order(known.name, 2, 4)  # type: ignore[attr-defined]
     t = t.pick(np.isin(t.kind, (F, B, I, W)))
-    root = ET.fromstring(svg(t, title="a < b & c"))
+    root = ET.fromstring(draw_timeline(t, title="a < b & c"))
     blocks = [e for e in root.iter() if e.get("class") == "b"]
     assert len(blocks) == len(t)
-    text = svg(t)
+    text = draw_timeline(t)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "dark" in text
     assert all(f">{m}<" in text for m in range(4))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.memory import peak, peak_live, with_parks
-from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
-from schedlang.pipeline.timeline.simulation import Clock, Timing, timing
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.memory import peak_activations, peak_live, with_evictions
+from schedlang.pipeline.timeline.proof import check_queues, check_timeline, with_transfers
+from schedlang.pipeline.timeline.simulation import Simulator, Timing, simulate_timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline_from_rows
 from tests.timelines import timelines
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
@@ -71,7 +71,7 @@ COSTS = st.fractions(0, 5, max_denominator=7)
 def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fraction) -> None:
     """Fractions stay exact, and each operation runs when a naive simulation has it run."""
     cost = Cost(f, i, w, comm)
-    times, found = timing(t, cost), naive(t, cost)
+    times, found = simulate_timeline(t, cost), naive(t, cost)
     ops = [op for rank in range(t.ranks) for op in t.rows(rank)]
     assert ends_of(times) == [found[op][1] for op in ops]
     assert times.makespan == max(end for _, end in found.values())
@@ -81,7 +81,7 @@ def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fractio
         spans += [mine[-1][1] - mine[0][0]] if mine else []
         assert times.busy[rank] == sum(end - start for start, end in mine)
     assert times.rank_span == max(spans)
-    floats = timing(t, Cost(float(f), float(i), float(w), float(comm)))
+    floats = simulate_timeline(t, Cost(float(f), float(i), float(w), float(comm)))
     assert floats.makespan == pytest.approx(float(times.makespan))
 
 
@@ -90,13 +90,13 @@ def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fractio
 def test_rounds_are_steps(t: Timeline, comm: int) -> None:
     """Many ranks are timed round by round, few row by row: with the same result."""
     cost = Cost(2, 3, 1, comm)
-    steps = timing(t, cost)
+    steps = simulate_timeline(t, cost)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedlang.pipeline.timeline.simulation.MANY_RANKS", 0)
-        patch.setattr("schedlang.pipeline.timeline.simulation.POOR", 0)
-        rounds = timing(t, cost)
-        patch.setattr(Clock, "_steps", None)  # were it called, it would fail
-        assert timing(t, cost).makespan == rounds.makespan
+        patch.setattr("schedlang.pipeline.timeline.simulation.MIN_RANKS_FOR_ROUNDS", 0)
+        patch.setattr("schedlang.pipeline.timeline.simulation.MIN_ROWS_PER_ROUND", 0)
+        rounds = simulate_timeline(t, cost)
+        patch.setattr(Simulator, "_steps", None)  # were it called, it would fail
+        assert simulate_timeline(t, cost).makespan == rounds.makespan
     assert np.array_equal(steps.begins, rounds.begins) and np.array_equal(steps.ends, rounds.ends)
 
 
@@ -104,37 +104,45 @@ def test_slow_rounds_are_given_up() -> None:
     """Where only a few of many ranks can run, rounds hand over to steps, and nothing is lost."""
     count, ranks = 40, 33
     rows = [[Op(k, s, m) for m in range(count) for k in (F, B)] for s in range(ranks)]
-    times = timing(timeline(rows), Cost())
+    times = simulate_timeline(timeline_from_rows(rows), Cost())
     assert times.makespan == count * ranks * 3
 
 
 def test_large_numbers() -> None:
     """Fractions that do not fit into 64 bits stay exact."""
     tiny = Fraction(1, 3**50)
-    times = timing(order("1F1B", 2, 1), Cost(1 + tiny, 1, 1, Fraction(1, 2**40)))
+    times = simulate_timeline(make_order("1F1B", 2, 1), Cost(1 + tiny, 1, 1, Fraction(1, 2**40)))
     lag = Fraction(1, 2**40)
     assert times.makespan == 2 * (3 + tiny) + 2 * lag
 
 
 def test_shares() -> None:
     """Stages, slices and edges may cost differently; chunks and slices take their part."""
-    t = timeline([[Op(F, 0, 0), Op(F, 2, 0)], [Op(F, 1, 0)]])
+    t = timeline_from_rows([[Op(F, 0, 0), Op(F, 2, 0)], [Op(F, 1, 0)]])
     cost = Cost(f=3, shares=(1, 2, 3), between={(0, 1): 5}, comm=1)
-    assert ends_of(timing(t, cost)) == [1, 12, 8]  # 3 * 2 ranks / 3 stages, times 1/2, 1, 3/2
-    sliced = timeline([[Op(F, 0, 0, slice=j) for j in range(3)]])
-    assert ends_of(timing(sliced, Cost(f=3, slices=(1, 2, 3)))) == [HALF, Fraction(3, 2), 3]
-    assert ends_of(timing(sliced, Cost(f=3))) == [1, 2, 3]
+    assert ends_of(simulate_timeline(t, cost)) == [
+        1,
+        12,
+        8,
+    ]  # 3 * 2 ranks / 3 stages, times 1/2, 1, 3/2
+    sliced = timeline_from_rows([[Op(F, 0, 0, slice=j) for j in range(3)]])
+    assert ends_of(simulate_timeline(sliced, Cost(f=3, slices=(1, 2, 3)))) == [
+        HALF,
+        Fraction(3, 2),
+        3,
+    ]
+    assert ends_of(simulate_timeline(sliced, Cost(f=3))) == [1, 2, 3]
     with pytest.raises(ValueError, match="2 weights of stages, and there are 3"):
-        timing(t, Cost(shares=(1, 2)))
+        simulate_timeline(t, Cost(shares=(1, 2)))
     with pytest.raises(ValueError, match="below zero"):
-        timing(t, Cost(f=-1))
+        simulate_timeline(t, Cost(f=-1))
 
 
 def test_copies_run_beside() -> None:
     """What is copied does not occupy its rank, one copy after the other, and B waits for it."""
     out, home = Kind.OFFLOAD, Kind.RELOAD
     rows = [[Op(F, 0, 0), Op(out, 0, 0), Op(F, 0, 1), Op(home, 0, 0), Op(B, 0, 1), Op(B, 0, 0)]]
-    times = timing(timeline(rows), Cost(2, 1, 0, offload=3, reload=4))
+    times = simulate_timeline(timeline_from_rows(rows), Cost(2, 1, 0, offload=3, reload=4))
     # copies: 2 to 5, 5 to 9; the rank is free from 2 to 4 for F1, to 5 for B1
     assert ends_of(times) == [2, 5, 4, 9, 5, 10]
     assert times.makespan == 10 and times.busy.tolist() == [6]
@@ -146,39 +154,39 @@ def test_barrier_and_step() -> None:
         [Op(F, 0, 0), Op(Kind.BARRIER, 0, 0), Op(Kind.STEP, 0, 0, version=1)],
         [Op(F, 1, 0), Op(F, 1, 1), Op(Kind.BARRIER, 1, 0), Op(Kind.STEP, 1, 0, version=1)],
     ]
-    times = timing(timeline(rows, ()), Cost(2, step=3, barrier=1))
+    times = simulate_timeline(timeline_from_rows(rows, ()), Cost(2, step=3, barrier=1))
     assert ends_of(times) == [2, 5, 8, 2, 4, 5, 8]
     with pytest.raises(TimelineError, match="rank 1 has 0 barriers and rank 0 has 1: BARRIER"):
-        timing(timeline([rows[0], rows[1][:2]], ()), Cost())
+        simulate_timeline(timeline_from_rows([rows[0], rows[1][:2]], ()), Cost())
 
 
 def test_unshard_is_waited_for() -> None:
     """An operation waits for the latest UNSHARD of its stage before it."""
     rows = [[Op(Kind.UNSHARD, 0, 0), Op(F, 0, 0), Op(Kind.UNSHARD, 1, 0), Op(F, 1, 0)]]
     # stages of one rank take half each: 2 to gather, 1 to run
-    assert ends_of(timing(timeline(rows), Cost(2, unshard=4))) == [2, 3, 5, 6]
+    assert ends_of(simulate_timeline(timeline_from_rows(rows), Cost(2, unshard=4))) == [2, 3, 5, 6]
 
 
 def test_messages() -> None:
     """Messages are counted where they are sent, those of parked activations too."""
-    times = timing(order("1F1B", 3, 4), Cost(comm=HALF))
+    times = simulate_timeline(make_order("1F1B", 3, 4), Cost(comm=HALF))
     assert times.sent.tolist() == [4, 8, 4] and times.messages == 16
     assert times.sending.tolist() == [2, 4, 2]
     park = [Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(Kind.LOAD, 0, 0, peer=1), Op(B, 0, 0)]
-    assert timing(timeline([park, []])).sent.tolist() == [1, 1]
+    assert simulate_timeline(timeline_from_rows([park, []])).sent.tolist() == [1, 1]
 
 
 def test_peak_in_microbatches() -> None:
     """Memory counts in microbatches of a rank's share; I frees what is not kept until W."""
-    assert peak(order("Interleaved1F1B", 4, 8, 2)).tolist()[0] == Fraction(11, 2)
+    assert peak_activations(make_order("Interleaved1F1B", 4, 8, 2)).tolist()[0] == Fraction(11, 2)
     late = [Op(F, 0, 0), Op(I, 0, 0), Op(F, 0, 1), Op(W, 0, 0), Op(I, 0, 1), Op(W, 0, 1)]
-    t = timeline([late])
-    assert peak(t).tolist() == [2]
-    assert peak(t, Cost(kept=Fraction(1, 3))).tolist() == [Fraction(4, 3)]
-    assert peak(t, Cost(kept=0.25)).tolist() == [1.25]
-    uneven = timeline([[Op(F, 0, 0), Op(B, 0, 0)], [Op(F, 1, 0), Op(B, 1, 0)]])
-    assert peak(uneven, Cost(shares=(1, 3))).tolist() == [HALF, Fraction(3, 2)]
-    assert peak(uneven, Cost(shares=(1, 3), held=(1, 1))).tolist() == [1, 1]
+    t = timeline_from_rows([late])
+    assert peak_activations(t).tolist() == [2]
+    assert peak_activations(t, Cost(kept=Fraction(1, 3))).tolist() == [Fraction(4, 3)]
+    assert peak_activations(t, Cost(kept=0.25)).tolist() == [1.25]
+    uneven = timeline_from_rows([[Op(F, 0, 0), Op(B, 0, 0)], [Op(F, 1, 0), Op(B, 1, 0)]])
+    assert peak_activations(uneven, Cost(shares=(1, 3))).tolist() == [HALF, Fraction(3, 2)]
+    assert peak_activations(uneven, Cost(shares=(1, 3), held=(1, 1))).tolist() == [1, 1]
 
 
 def test_peak_of_what_lies_elsewhere() -> None:
@@ -191,11 +199,11 @@ def test_peak_of_what_lies_elsewhere() -> None:
         Op(Kind.LOAD, 0, 0, peer=1),
         Op(B, 0, 0),
     ]
-    t = timeline([first, []])
+    t = timeline_from_rows([first, []])
     assert peak_live(t).tolist() == [1, 1] and peak_live(with_transfers(t)).tolist() == [1, 1]
     host = {Kind.EVICT: Kind.OFFLOAD, Kind.LOAD: Kind.RELOAD}
     moved = [op._replace(kind=host.get(op.kind, op.kind), peer=-1) for op in first]
-    assert peak(timeline([moved])).tolist() == [1]
+    assert peak_activations(timeline_from_rows([moved])).tolist() == [1]
     again = [
         Op(F, 0, 0),
         Op(F, 0, 1),
@@ -204,8 +212,10 @@ def test_peak_of_what_lies_elsewhere() -> None:
         Op(Kind.RECOMPUTE, 0, 1),
         Op(B, 0, 1),
     ]
-    assert peak(timeline([again]), Cost(inputs=Fraction(1, 10))).tolist() == [Fraction(11, 10)]
-    assert ends_of(timing(timeline([again]), Cost(2, 1, 0)))[-1] == 10
+    assert peak_activations(timeline_from_rows([again]), Cost(inputs=Fraction(1, 10))).tolist() == [
+        Fraction(11, 10)
+    ]
+    assert ends_of(simulate_timeline(timeline_from_rows([again]), Cost(2, 1, 0)))[-1] == 10
 
 
 @pytest.mark.parametrize(
@@ -272,15 +282,15 @@ def test_peak_of_what_lies_elsewhere() -> None:
 def test_check_refuses(rows: list[list[Op]], options: dict[str, int], message: str) -> None:
     """Each thing that can be wrong is named with its operation, its rank and what it waits for."""
     with pytest.raises(TimelineError, match=message):
-        check(timeline(rows), **options)  # type: ignore[arg-type]
+        check_timeline(timeline_from_rows(rows), **options)  # type: ignore[arg-type]
 
 
 def test_memory_limit_is_the_peak() -> None:
     """A limit at the peak passes, and one below it does not."""
-    t = order("Interleaved1F1B", 4, 8, 2)
-    check(t, memory=Fraction(11, 2))
+    t = make_order("Interleaved1F1B", 4, 8, 2)
+    check_timeline(t, memory=Fraction(11, 2))
     with pytest.raises(TimelineError, match="rank hold 5.5"):
-        check(t, memory=Fraction(54, 10))
+        check_timeline(t, memory=Fraction(54, 10))
 
 
 def test_rendezvous() -> None:
@@ -289,12 +299,12 @@ def test_rendezvous() -> None:
         [Op(F, 0, 0), Op(Kind.SEND_F, 0, 0, peer=1), Op(Kind.RECV_F, 3, 0, peer=2), Op(F, 3, 0)],
         [Op(F, 2, 0), Op(Kind.SEND_F, 2, 0, peer=3), Op(Kind.RECV_F, 1, 0, peer=0), Op(F, 1, 0)],
     ]
-    t = timeline(rows, [(0, 1), (2, 3)])
-    check(t)
+    t = timeline_from_rows(rows, [(0, 1), (2, 3)])
+    check_timeline(t)
     with pytest.raises(TimelineError, match="SEND_F of stage 0.* waits for RECV_F of stage 1"):
-        check(t, rendezvous=True)
+        check_timeline(t, rendezvous=True)
     swapped = [[ops[0], ops[2], ops[1], ops[3]] for ops in rows]
-    check(timeline(swapped, t.edges), rendezvous=True)
+    check_timeline(timeline_from_rows(swapped, t.edges), rendezvous=True)
 
 
 def test_messages_in_time() -> None:
@@ -303,19 +313,19 @@ def test_messages_in_time() -> None:
         [Op(F, 0, 0), Op(Kind.SEND_F, 0, 0, peer=1)],
         [Op(Kind.RECV_F, 1, 0, peer=0), Op(F, 1, 0)],
     ]
-    check(timeline(rows))
+    check_timeline(timeline_from_rows(rows))
     with pytest.raises(TimelineError, match=r"SEND_F .* sends what F of stage 0.* stands later"):
-        check(timeline([rows[0][::-1], rows[1]]))
+        check_timeline(timeline_from_rows([rows[0][::-1], rows[1]]))
     with pytest.raises(TimelineError, match=r"F of stage 1.* waits for RECV_F .* stands later"):
-        check(timeline([rows[0], rows[1][::-1]]))
+        check_timeline(timeline_from_rows([rows[0], rows[1][::-1]]))
 
 
 def test_versions_kept() -> None:
     """A limit on the versions of the weights is one on the copies that a stage keeps."""
-    t = order("PipeDream", 3, 6)
-    check(t, versions=3)
+    t = make_order("PipeDream", 3, 6)
+    check_timeline(t, versions=3)
     with pytest.raises(TimelineError, match="keeps 3 versions of its weights .* limit is 2"):
-        check(t, versions=2)
+        check_timeline(t, versions=2)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
@@ -332,13 +342,13 @@ def test_versions_kept() -> None:
 )
 def test_messages_block_nobody(given: tuple[Any, ...], lookahead: int) -> None:
     """With a queue for each direction every order ends, however early receives are posted."""
-    check_queues(with_transfers(order(*given), lookahead))
+    check_queues(with_transfers(make_order(*given), lookahead))
 
 
 def test_one_queue_for_both_directions() -> None:
     """A receive that is posted early holds up the send that the other rank waits for: refused."""
-    early = with_transfers(order("1F1B", 2, 4), 1)
-    check(early)
+    early = with_transfers(make_order("1F1B", 2, 4), 1)
+    check_timeline(early)
     check_queues(early)
     with pytest.raises(TimelineError, match="on rank 1 RECV_F of stage 1.* stands before"):
         check_queues(early, one_way=False)
@@ -346,5 +356,5 @@ def test_one_queue_for_both_directions() -> None:
 
 def test_parked_messages_have_queues_of_their_own() -> None:
     """What is evicted and given back does not stand before what stages send."""
-    parked = with_parks(order("1F1B", 4, 8), {0: 1})
+    parked = with_evictions(make_order("1F1B", 4, 8), {0: 1})
     check_queues(with_transfers(parked))

@@ -18,10 +18,17 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, OrderError, order
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.viz.timeline_page import MICRO, RANKS, Shown, readable, timeline_page, variants
+from schedlang.pipeline.schedules import ORDERS, OrderError, make_order
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.viz.timeline_page import (
+    MICRO,
+    RANKS,
+    InitialTimeline,
+    order_variants,
+    readable_cost,
+    timeline_page,
+)
 
 COST = Cost(3, 4, 2, 0.5)
 SCRIPT = resources.files("schedlang.viz").joinpath("page.js")
@@ -75,11 +82,11 @@ def test_every_size_that_an_order_has_is_offered(page: str) -> None:
         for e in book(page)["entries"]
     }
     for known in ORDERS:
-        for chunks, slices, name in variants(known):
+        for chunks, slices, name in order_variants(known):
             for ranks, micro in ((p, m) for p in RANKS for m in MICRO):
                 found = entries.pop((known.name, ranks, micro, name), None)
                 try:
-                    t = order(known.name, ranks, micro, chunks, slices=slices, cost=COST)
+                    t = make_order(known.name, ranks, micro, chunks, slices=slices, cost=COST)
                 except OrderError:
                     assert found is None
                     continue
@@ -89,7 +96,7 @@ def test_every_size_that_an_order_has_is_offered(page: str) -> None:
 
 def test_it_opens_with_what_was_asked_for() -> None:
     """A timeline of other sizes is among the entries, and the one that is shown first."""
-    shown = Shown("1F1B", order("1F1B", 3, 7))
+    shown = InitialTimeline("1F1B", make_order("1F1B", 3, 7))
     found = book(timeline_page(shown))
     assert found["first"] == {"order": "1F1B", "ranks": 3, "micro": 7, "variant": ""}
     mine = [e for e in found["entries"] if all(e[k] == v for k, v in found["first"].items())]
@@ -112,14 +119,14 @@ def test_the_script_times_as_the_program(page: str, tmp_path: Path) -> None:
     made = {
         (known.name, ranks, micro, name): (known.name, ranks, micro, chunks, slices)
         for known in ORDERS
-        for chunks, slices, name in variants(known)
+        for chunks, slices, name in order_variants(known)
         for ranks in RANKS
         for micro in MICRO
     }
     for entry, found in zip(entries, answers):
         key = made[entry["order"], entry["ranks"], entry["micro"], entry["variant"]]
-        t = order(*key[:4], slices=key[4], cost=COST).compute()
-        times = timing(t, COST)
+        t = make_order(*key[:4], slices=key[4], cost=COST).compute()
+        times = simulate_timeline(t, COST)
         assert np.allclose(found["start"], times.start, atol=1e-9), key
         assert np.allclose(found["end"], times.end, atol=1e-9), key
         names = {
@@ -130,7 +137,7 @@ def test_the_script_times_as_the_program(page: str, tmp_path: Path) -> None:
         }
         for mine, theirs in names.items():
             assert abs(found[mine] - getattr(times, theirs)) < 1e-9, (key, mine)
-        assert np.allclose(entry["timeline"]["peak"], peak(t).astype(float)), key
+        assert np.allclose(entry["timeline"]["peak"], peak_activations(t).astype(float)), key
 
 
 def test_the_verb_writes_the_page(tmp_path: Path) -> None:
@@ -148,13 +155,15 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
 def test_estimated_costs_have_a_unit_that_can_be_read() -> None:
     """Times far below a millisecond are told in one that fits; lanes are places of the axis; every
     order is there at the sizes of the schedule."""
-    shown = Shown("1F1B", order("1F1B", 2, 2), "pp", "ms")
+    shown = InitialTimeline("1F1B", make_order("1F1B", 2, 2), "pp", "ms")
     page = timeline_page(shown, Cost(0.00014, 0.00014, 0.00028, 0.0006))
     found = book(page)
     assert (found["unit"], found["who"]) == ("ns", "pp=")
     assert found["cost"] == {"f": 140.0, "i": 140.0, "w": 280.0, "comm": 600.0}
     assert "F (ns)" in page and "transfer (ns)" in page
     assert len({e["order"] for e in found["entries"] if e["micro"] == e["ranks"] == 2}) > 10
-    assert readable(Cost(2, 3, 4), "ms") == (Cost(2, 3, 4), "ms")
-    assert readable(Cost(2000, 3000, 4000, between={(0, 1): 500}), "ms")[0].between == {(0, 1): 0.5}
-    assert readable(COST, "") == (COST, "")
+    assert readable_cost(Cost(2, 3, 4), "ms") == (Cost(2, 3, 4), "ms")
+    assert readable_cost(Cost(2000, 3000, 4000, between={(0, 1): 500}), "ms")[0].between == {
+        (0, 1): 0.5
+    }
+    assert readable_cost(COST, "") == (COST, "")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline_from_rows
 from tests.timelines import B, F, I, Shape, W, scheduled, shapes
 
 Rows = list[list[Op]]
@@ -146,7 +146,7 @@ def partner(op: Op, shape: Shape) -> int | None:
 
 def accepts(rows: Rows, shape: Shape) -> bool:
     try:
-        check(timeline(rows, shape.edges))
+        check_timeline(timeline_from_rows(rows, shape.edges))
     except TimelineError:
         return False
     return True
@@ -157,9 +157,9 @@ def accepts(rows: Rows, shape: Shape) -> bool:
 def test_valid_timelines_pass(shape: Shape, seed: int, lookahead: int) -> None:
     """Any possible order passes, with its transfers too, and the naive simulator runs it."""
     t = scheduled(shape, seed)
-    check(t)
+    check_timeline(t)
     full = with_transfers(t, lookahead)
-    check(full)
+    check_timeline(full)
     assert full.compute() == t
     assert runs(rows_of(full), shape)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from schedlang.pipeline.schedules import OrderError, order
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
-from schedlang.pipeline.timeline.versions import check_versions, updates, weight_copies
+from schedlang.pipeline.schedules import OrderError, make_order
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline_from_rows
+from schedlang.pipeline.timeline.versions import check_versions, update_versions, weight_copies
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 8, 16)]
 STALE = ("PipeDream", "PipeDream-2BW", "PipeMare", "Pipelined-Backprop")
@@ -23,10 +23,10 @@ def reads(t: Timeline, kind: Kind) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_pipedream_is_as_old_as_stages_follow(p: int, m: int) -> None:
     """Stage r reads weights p - 1 - r updates old, in F and B alike, and keeps up to p - r."""
-    t = order("pipedream", p, m)
+    t = make_order("pipedream", p, m)
     want = {(r, i): max(0, i - (p - 1 - r)) for r in range(p) for i in range(m)}
     assert reads(t, Kind.F) == reads(t, Kind.B) == want
-    assert updates(t).tolist() == list(range(1, m + 1))
+    assert update_versions(t).tolist() == list(range(1, m + 1))
     held = weight_copies(t).tolist()
     assert all(held[r] <= p - r for r in range(p))
     assert m < 2 * p or held == [p - r for r in range(p)]  # a short step drains before that
@@ -35,8 +35,8 @@ def test_pipedream_is_as_old_as_stages_follow(p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_double_buffers_hold_two_versions(p: int, m: int) -> None:
     """Update t reads the weights that update t - 1 read when it was made, at any depth."""
-    t = order("2BW", p, m)
-    made = updates(t)
+    t = make_order("2BW", p, m)
+    made = update_versions(t)
     want = {(r, i): max(0, int(made[i]) - 2) for r in range(p) for i in range(m)}
     assert reads(t, Kind.F) == reads(t, Kind.B) == want
     assert weight_copies(t).tolist() == [2 if made.max() > 1 else 1] * p
@@ -47,8 +47,8 @@ def test_double_buffers_hold_two_versions(p: int, m: int) -> None:
 @pytest.mark.parametrize(("name", "every"), [("PB", None), ("PipeMare", 1), ("PipeMare", None)])
 def test_nothing_is_kept(name: str, every: int | None, p: int, m: int) -> None:
     """F runs 2 (p-1-r) microbatches behind the newest update, B at it; one copy of the weights."""
-    t = order(name, p, m, every=every)
-    group = int((updates(t) == 1).sum())
+    t = make_order(name, p, m, every=every)
+    group = int((update_versions(t) == 1).sum())
     assert every is None or group == every
     late = {(r, i): max(0, i - 2 * (p - 1 - r)) // group for r in range(p) for i in range(m)}
     assert reads(t, Kind.F) == late
@@ -59,18 +59,18 @@ def test_nothing_is_kept(name: str, every: int | None, p: int, m: int) -> None:
 @pytest.mark.parametrize("name", STALE)
 def test_one_update_is_the_synchronous_order(name: str) -> None:
     """With all microbatches in one update every version is 0 and one copy is enough."""
-    t = order(name, 4, 8, every=8)
+    t = make_order(name, 4, 8, every=8)
     kinds = {kind: set(reads(t, kind).values()) for kind in (Kind.F, Kind.B)}
     assert kinds == {Kind.F: {0}, Kind.B: {0}}
-    assert weight_copies(t).tolist() == [1] * 4 and updates(t).tolist() == [1] * 8
+    assert weight_copies(t).tolist() == [1] * 4 and update_versions(t).tolist() == [1] * 8
 
 
 def test_synchronous_orders_have_no_versions() -> None:
     """They pass the proof, are in one update, and hold one copy."""
-    t = order("1F1B", 4, 8)
+    t = make_order("1F1B", 4, 8)
     check_versions(t)
     assert not t.stale
-    assert weight_copies(t).tolist() == [1] * 4 and updates(t).tolist() == [1] * 8
+    assert weight_copies(t).tolist() == [1] * 4 and update_versions(t).tolist() == [1] * 8
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_synchronous_orders_have_no_versions() -> None:
 def test_updates_that_do_not_fit(name: str, micro: int, every: int, said: str) -> None:
     """`every` is refused with what would be legal."""
     with pytest.raises(OrderError) as error:
-        order(name, 4, micro, every=every)
+        make_order(name, 4, micro, every=every)
     assert said in str(error.value)
 
 
@@ -119,7 +119,7 @@ def U(v: int) -> Op:
 def test_wrong_versions_are_refused(rows: Any, said: str) -> None:
     """A table that cannot be run, or would leave gradients over, says what is wrong and where."""
     with pytest.raises(TimelineError) as error:
-        check_versions(timeline([rows]))
+        check_versions(timeline_from_rows([rows]))
     assert "stage 0" in str(error.value) and said in str(error.value)
 
 
@@ -129,4 +129,4 @@ def test_stages_agree_on_updates() -> None:
     other = [F(0, 0), F(1, 0), B(0, 0), B(1, 0), U(1)]
     rows = [one, [op._replace(stage=1) for op in other]]
     with pytest.raises(TimelineError, match="microbatch 1 goes into update 2 of stage 0 and"):
-        check_versions(timeline(rows))
+        check_versions(timeline_from_rows(rows))

@@ -9,8 +9,8 @@ import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.partition.stages import Unit, balanced
-from schedlang.remat.operators import Repeated
+from schedlang.passes.partition.stage_assignment import ChainUnit, balanced_stages
+from schedlang.remat.operators import RunCosts
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_chosen import drawn, ways
@@ -42,7 +42,7 @@ def test_no_cut_with_any_choices_is_lighter(seed: int) -> None:
     works = [2.0 + k % 3 for k in range(5)]
     whole = sum(cost.saved for cost in chain)
     memory = [whole // (3 - stage) // 2 + 6 for stage in range(3)]
-    repeated = Repeated(chain, memory)
+    repeated = RunCosts(chain, memory)
 
     def weight(stage: int, low: int, high: int) -> float:
         return 3 * sum(works[low:high]) + repeated.of(stage, low, high)
@@ -60,7 +60,7 @@ def test_no_cut_with_any_choices_is_lighter(seed: int) -> None:
         ]
         assert heaviest(starts) == max(times)
         best = min(best, max(times))
-    found = balanced([Unit(f"h.{k}", 1) for k in range(5)], 3, weight)
+    found = balanced_stages([ChainUnit(f"h.{k}", 1) for k in range(5)], 3, weight)
     assert best < math.inf
     assert heaviest(tuple(found.index(stage) for stage in (1, 2))) == best
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from schedlang.runtime.pipeline.flight import ALIGNED, SMALL, Bag
+from schedlang.runtime.pipeline.in_flight import ALIGNED, SMALL, SavedStorages
 
 
 @pytest.mark.parametrize("counts", [(6,), (6, 7), (SMALL + 1,), (5, SMALL + 3, 9)])
 def test_parts_are_as_long_as_announced(counts: tuple[int, ...]) -> None:
     """One storage alone or several together, large or small: the bytes are those of `sizes`."""
-    bag, made = Bag(), []
-    with bag.collecting():
+    bag, made = SavedStorages(), []
+    with bag.collect():
         for count in counts:
             x = torch.rand(count, dtype=torch.float64, requires_grad=True)
             made.append((x, x.exp()))  # saves its result alone
@@ -21,8 +21,8 @@ def test_parts_are_as_long_as_announced(counts: tuple[int, ...]) -> None:
     sizes = bag.sizes()
     parts = bag.pack()
     assert [part.numel() for part in parts] == sizes
-    bag.bring(lambda: parts)
-    bag.open()
+    bag.set_loader(lambda: parts)
+    bag.restore()
     for x, y in made:
         y.sum().backward()
         assert torch.equal(x.grad, y)  # type: ignore[arg-type]

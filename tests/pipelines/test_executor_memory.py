@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.pipeline.executor import Event
+from schedlang.runtime.pipeline.executor import ScheduledOp
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
@@ -47,7 +47,7 @@ def parked(plan: Timeline, how: str, rank: int = -1) -> Timeline:
                 peer = plan.ranks - 1 - at if how == "evict" else -1
                 row.append(op._replace(kind=PAIRS[how][0], peer=peer))
         rows.append(row)
-    return timeline(rows, plan.edges)
+    return timeline_from_rows(rows, plan.edges)
 
 
 def _groups() -> list[Any]:
@@ -103,7 +103,7 @@ def _live(rank: int, plan: Timeline) -> int:
     batch, made, seen = models.points(8000), Made(), []
     pipe = pipeline(models.Skipping(), batch, plan, rank, parks=_groups())
 
-    def on_op(event: Event) -> None:
+    def on_op(event: ScheduledOp) -> None:
         if event.op.kind in (Kind.B, Kind.LOAD, Kind.RELOAD, Kind.RECOMPUTE) and not seen:
             seen.append(made.alive())
 
@@ -116,7 +116,9 @@ def _live(rank: int, plan: Timeline) -> int:
 @pytest.mark.parametrize("how", ["evict", "offload", "again"])
 def test_memory_is_freed(how: str) -> None:
     """Before the backwards rank 1 holds what one microbatch needs, not what all four do."""
-    plan = order("gpipe", 2, 4).with_edges(cut_model(models.Skipping(), models.points(), 2).edges)
+    plan = make_order("gpipe", 2, 4).with_edges(
+        cut_model(models.Skipping(), models.points(), 2).edges
+    )
     plain = run_ranks(2, _live, plan)
     freed = run_ranks(2, _live, parked(plan, how, rank=1))
     assert freed[1] < 0.45 * plain[1], (freed, plain)
@@ -125,7 +127,7 @@ def test_memory_is_freed(how: str) -> None:
 
 def test_not_with_slices() -> None:
     """Rows that would run a slice twice, or take away keys that others read, are refused."""
-    plan, batch = order("gpipe", 1, 2), models.points()
+    plan, batch = make_order("gpipe", 1, 2), models.points()
     slices = SimpleNamespace(slicing=SimpleNamespace(count=1))
     for how in ("again", "offload"):
         with pytest.raises(Refusal, match=r"can be neither offloaded nor\s+recomputed"):

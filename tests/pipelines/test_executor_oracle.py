@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.pipeline.schedules import order
+from schedlang.pipeline.schedules import make_order
 from tests.benchmarks.executor_overhead import Chain, batch, ours, theirs
 from tests.ranks import run_ranks
 
 
 def _both(rank: int, name: str, ranks: int, chunks: int) -> list[tuple[Any, Any]]:
     """Gradients of this rank's stages by this executor and by torch's."""
-    plan = order(name, ranks, 4, chunks)
+    plan = make_order(name, ranks, 4, chunks)
     one, two = Chain(plan.stages).double(), Chain(plan.stages).double()
     data = {key: value.double() for key, value in batch(8).items()}
     for step in (ours(one, plan, data), theirs(two, name, plan, data)):

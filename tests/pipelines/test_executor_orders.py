@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.table import Timeline, timeline
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.table import Timeline, timeline_from_rows
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
@@ -60,12 +60,12 @@ def test_places(threads: Threads, name: str) -> None:
 
 def test_backwards_in_another_order(threads: Threads) -> None:
     """Microbatches that go forward in one order and back in another are not confused."""
-    plan = order("gpipe", 3, 4)
+    plan = make_order("gpipe", 3, 4)
     turned = {0: 2, 1: 0, 2: 3, 3: 1}
     rows = [
         [op._replace(microbatch=turned[op.microbatch]) for op in plan.rows(r)] for r in range(3)
     ]
-    equal(threads, timeline(rows, edges_of(3)), 4)
+    equal(threads, timeline_from_rows(rows, edges_of(3)), 4)
 
 
 @st.composite

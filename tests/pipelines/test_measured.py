@@ -13,12 +13,12 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.passes.lower.build import build
-from schedlang.passes.lower.train import Measured, measured, settled
+from schedlang.passes.lower.train import MeasuredStep, join_measured, median_step
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, order, sized
-from schedlang.pipeline.timeline.simulation import Timing, timing
+from schedlang.pipeline.schedules import ORDERS, checked_size, make_order
+from schedlang.pipeline.timeline.simulation import Timing, simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, dependencies
-from schedlang.runtime.pipeline.measured import Ran, Watch, gathered
+from schedlang.runtime.pipeline.measured_times import MeasuredOp, StepTimer, gather_times
 from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 from tests import models
 from tests.engine import Threads
@@ -29,7 +29,7 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 COST = Cost(0.03, 0.04, 0.02, 0.005)
 
 
-def notes(times: Timing, late: float = 0.0) -> list[list[Ran]]:
+def notes(times: Timing, late: float = 0.0) -> list[list[MeasuredOp]]:
     """What ranks would note of a step that runs to the plan: turns come when the rank is free."""
     t, found = times.timeline, []
     for rank in range(t.ranks):
@@ -37,7 +37,7 @@ def notes(times: Timing, late: float = 0.0) -> list[list[Ran]]:
         for row, op in zip(range(int(t.starts[rank]), int(t.starts[rank + 1])), t.rows(rank)):
             start, end = float(times.start[row]), float(times.end[row])
             if op.kind in (F, B, I, W, Kind.RECOMPUTE):
-                own.append(Ran(op, free + late, start + late, end + late))
+                own.append(MeasuredOp(op, free + late, start + late, end + late))
                 free = end
         found.append(own)
     return found
@@ -45,14 +45,16 @@ def notes(times: Timing, late: float = 0.0) -> list[list[Ran]]:
 
 def of(name: str) -> Timing:
     known = next(one for one in ORDERS if one.name == name)
-    return timing(known.make(sized(known, 4, 8, slices=2 if known.sliced else 1)), COST)
+    return simulate_timeline(
+        known.make(checked_size(known, 4, 8, slices=2 if known.sliced else 1)), COST
+    )
 
 
 @pytest.mark.parametrize("name", [known.name for known in ORDERS])
 def test_a_step_to_the_plan_gives_the_plan_back(name: str) -> None:
     """Costs and transfers are found again from what was noted, and with them every time."""
     times = of(name)
-    found = measured(times.timeline, notes(times, late=7.0))
+    found = join_measured(times.timeline, notes(times, late=7.0))
     assert np.allclose(found.times.end - found.times.start, times.end - times.start)
     assert abs(float(found.times.bubble) - float(times.bubble)) < 1e-9
     share = times.timeline.ranks / times.timeline.stages / times.timeline.slices
@@ -64,20 +66,20 @@ def test_a_step_to_the_plan_gives_the_plan_back(name: str) -> None:
 
 def test_the_median_step_is_taken() -> None:
     """Of several steps that which is in the middle by its time."""
-    plans = [timing(order("1F1B", 2, 4), Cost(f, f, f)) for f in (5.0, 1.0, 3.0)]
+    plans = [simulate_timeline(make_order("1F1B", 2, 4), Cost(f, f, f)) for f in (5.0, 1.0, 3.0)]
     steps = [[notes(times)[place] for times in plans] for place in range(2)]
-    found = settled(plans[0].timeline, steps)
+    found = median_step(plans[0].timeline, steps)
     assert float(found.times.makespan) == float(plans[2].makespan)
 
 
 def test_what_does_not_fit_is_a_defect() -> None:
     """An operation that was planned and not noted, or the reverse, is not passed over."""
-    times = timing(order("1F1B", 2, 2), COST)
+    times = simulate_timeline(make_order("1F1B", 2, 2), COST)
     for wrong in (lambda n: n[0].pop(2), lambda n: n[1].append(n[1][0])):
         noted = notes(times)
         wrong(noted)
         with pytest.raises(AssertionError, match="noted"):
-            measured(times.timeline, noted)
+            join_measured(times.timeline, noted)
 
 
 ROWS = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)'
@@ -86,12 +88,14 @@ ROWS = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)'
 def watched(plan: Any, batch: Any) -> Any:
     """On this rank: two watched steps; what all ranks noted, and the gradients of the last."""
     program = build(plan, batch, optimizer=sgd)
-    watch = program.watch = Watch(program.assembly.pipeline, program.assembly.pipeline.mail.device)
+    watch = program.watch = StepTimer(
+        program.assembly.pipeline, program.assembly.pipeline.mail.device
+    )
     for _ in range(2):
         with watch.step():
             program.train_step(batch)
     assert "take" not in vars(program.assembly.pipeline.mail)
-    return gathered(watch), program.assembly.pipeline.timeline
+    return gather_times(watch), program.assembly.pipeline.timeline
 
 
 def test_ranks_note_what_they_run(threads: Threads) -> None:
@@ -100,16 +104,16 @@ def test_ranks_note_what_they_run(threads: Threads) -> None:
     (steps, timeline), (others, _) = threads.run(watched, 2, plan, models.points())
     assert steps == others
     for one in zip(*steps):
-        found = measured(timeline, one)
+        found = join_measured(timeline, one)
         made, used = dependencies(found.timeline)
         assert (found.end[made] <= found.start[used]).all()
         assert (found.turn <= found.start).all() and (found.start < found.end).all()
         assert found.transfer >= 0 and 0 <= float(found.times.bubble) < 1
 
 
-def example() -> Measured:
+def example() -> MeasuredStep:
     times = of("Interleaved1F1B")
-    return measured(times.timeline, notes(times))
+    return join_measured(times.timeline, notes(times))
 
 
 def test_pictures_show_both() -> None:

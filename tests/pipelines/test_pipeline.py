@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline import p2p
-from schedlang.runtime.pipeline.executor import Event
+from schedlang.runtime.pipeline.executor import ScheduledOp
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
 from tests import models
 from tests.executing import GATE, assert_same, cut_model, gradients, pipeline, split_backward, train
 from tests.models import split, weight
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 )
 def test_gpt2_tied(name: str, ranks: int, chunks: int) -> None:
     """Tied GPT-2, ragged labels, padding, 7 rows in 4 microbatches: gradients are the model's."""
-    batch, plan = models.tokens(), order(name, ranks, 4, chunks)
+    batch, plan = models.tokens(), make_order(name, ranks, 4, chunks)
     answers = run_ranks(ranks, train, models.gpt2, batch, plan, True)
     assert_same(models.gpt2, batch, answers)
     tied = [rank for rank, (_, grads) in enumerate(answers) if "transformer.wte.weight" in grads]
@@ -51,7 +51,7 @@ def test_gpt2_tied(name: str, ranks: int, chunks: int) -> None:
 )
 def test_models(make: Any, name: str, ranks: int, shift: bool) -> None:
     """Llama with its cache on, BERT, and an encoder with a decoder need no code of their own."""
-    batch, plan = models.tokens(), order(name, ranks, 4)
+    batch, plan = models.tokens(), make_order(name, ranks, 4)
     answers = run_ranks(ranks, train, make, batch, plan, shift)
     assert_same(make, batch, answers, shift)
 
@@ -60,11 +60,11 @@ def test_models(make: Any, name: str, ranks: int, shift: bool) -> None:
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_skip_over_stages(name: str, apart: bool) -> None:
     """A skip from stage 0 to 2, a flag, glue parameters and tensors written into: all as whole."""
-    batch, plan = models.points(), order(name, 3, 4)
+    batch, plan = models.points(), make_order(name, 3, 4)
     if apart:
         plan = split_backward(plan)
     made = cut_model(models.Skipping(), batch, 3)
-    assert made.edges == ((0, 1), (0, 2), (1, 2)) and made.graph.glue == ("gain",)
+    assert made.edges == ((0, 1), (0, 2), (1, 2)) and made.graph.glue_parameters == ("gain",)
     answers = run_ranks(3, train, models.Skipping, batch, plan, False)
     assert_same(models.Skipping, batch, answers)
 
@@ -72,16 +72,16 @@ def test_skip_over_stages(name: str, apart: bool) -> None:
 @pytest.mark.parametrize("make", [models.gpt2, models.llama])
 def test_split_backward(make: Any) -> None:
     """Input and weight gradients apart, weights late, give the gradients of the whole model."""
-    batch, plan = models.tokens(), split_backward(order("interleaved1f1b", 2, 4, 2))
+    batch, plan = models.tokens(), split_backward(make_order("interleaved1f1b", 2, 4, 2))
     assert_same(make, batch, run_ranks(2, train, make, batch, plan, True))
 
 
 def test_stages_on_one_rank() -> None:
     """Several stages on one rank hand over without any process group, and give the same."""
     batch = models.points()
-    plan = order("1f1b", 3, 4)
+    plan = make_order("1f1b", 3, 4)
     rows = sorted((op for r in range(3) for op in plan.rows(r)), key=_by_turn)
-    alone = timeline([rows], plan.edges)
+    alone = timeline_from_rows([rows], plan.edges)
     assert_same(models.Skipping, batch, [train(0, models.Skipping, batch, alone, False)])
 
 
@@ -93,7 +93,7 @@ def _by_turn(op: Op) -> tuple[int, int, int]:
 def test_one_stage() -> None:
     """Without a cut the model is called as it is: no switch, no stub, the same gradients."""
     batch = models.tokens()
-    answer = train(0, models.gpt2, batch, order("1f1b", 1, 4), True)
+    answer = train(0, models.gpt2, batch, make_order("1f1b", 1, 4), True)
     assert_same(models.gpt2, batch, [answer])
 
 
@@ -104,7 +104,7 @@ def _steps(rank: int) -> Any:
     p2p._header = lambda *args: headers.append(1) or made(*args)
     model = models.gpt2()
     with Float64():
-        plan = order("1f1b", 2, 2)
+        plan = make_order("1f1b", 2, 2)
         pipe = pipeline(model, models.tokens(4), plan, rank)
         counts, grads = [], []
         for rows, length in ((4, 8), (4, 8), (4, 5), (4, 8)):
@@ -150,11 +150,11 @@ def test_hooks() -> None:
         yield
         seen.append(("leave", op.microbatch))
 
-    def on_op(event: Event) -> None:
+    def on_op(event: ScheduledOp) -> None:
         seen.append((event.op.kind.name, event.op.microbatch, event.last))
 
     model, batch = models.Skipping(), models.points(4)
-    pipe = pipeline(model, batch, order("1f1b", 1, 2), 0)
+    pipe = pipeline(model, batch, make_order("1f1b", 1, 2), 0)
     pipe.run(split(batch, 2), around=around, on_op=on_op)
     expected = []
     for kind, microbatch, last in (("F", 0, 0), ("B", 0, 0), ("F", 1, 0), ("B", 1, 1)):
@@ -172,7 +172,7 @@ def test_frozen_parameters() -> None:
         return model
 
     batch = models.tokens()
-    answers = run_ranks(2, train, frozen, batch, order("1f1b", 2, 4), True)
+    answers = run_ranks(2, train, frozen, batch, make_order("1f1b", 2, 4), True)
     assert_same(frozen, batch, answers)
 
 
@@ -182,9 +182,9 @@ def _dropout(rank: int, batch: Any, plan: Timeline) -> Any:
     samples = [tuple(rows.tolist()) for rows in torch.arange(7).tensor_split(len(parts))]
 
     def around(op: Op) -> Any:
-        return entered(Scope(0, op.microbatch, samples[op.microbatch]))
+        return enter_scope(Scope(0, op.microbatch, samples[op.microbatch]))
 
-    with ambient(Float64()), ambient(LogicalDropout(3)):
+    with enter_modes(Float64()), enter_modes(LogicalDropout(3)):
         pipe = pipeline(model, batch, plan, rank)
         total = sum(weight(p) for p in parts)
         results = pipe.run(parts, [weight(p) / total for p in parts], around=around)
@@ -194,10 +194,14 @@ def _dropout(rank: int, batch: Any, plan: Timeline) -> Any:
 def test_dropout() -> None:
     """Masks drawn logically are those of the whole model, in forward and around every stub."""
     batch = models.tokens()
-    answers = run_ranks(2, _dropout, batch, order("interleaved1f1b", 2, 4, 2))
+    answers = run_ranks(2, _dropout, batch, make_order("interleaved1f1b", 2, 4, 2))
     model = models.gpt2(dropout=0.3)
     named_sites(model)
-    with ambient(Float64()), ambient(LogicalDropout(3)), entered(Scope(0, 0, tuple(range(7)))):
+    with (
+        enter_modes(Float64()),
+        enter_modes(LogicalDropout(3)),
+        enter_scope(Scope(0, 0, tuple(range(7)))),
+    ):
         model(**batch).loss.backward()
     for name, wanted in gradients(model).items():
         found = sum(grads[name] for _, grads in answers if grads.get(name) is not None)
@@ -206,13 +210,13 @@ def test_dropout() -> None:
 
 def test_split_can_be_off() -> None:
     """A stage that must not split its backward does all of it at I, and W finds nothing to do."""
-    batch, plan = models.points(), split_backward(order("1f1b", 1, 2))
+    batch, plan = models.points(), split_backward(make_order("1f1b", 1, 2))
     model = models.Skipping()
     pipe = pipeline(model, batch, plan, 0)
     pipe.stages[0].split = False
     seen: list[Any] = []
 
-    def on_op(event: Event) -> None:
+    def on_op(event: ScheduledOp) -> None:
         ready = model.head.weight.grad
         seen.append((event.op.kind.name, None if ready is None else ready.clone()))
         announced.append(event.last)
@@ -229,9 +233,9 @@ def test_split_can_be_off() -> None:
 def test_a_timeline_for_other_edges_is_refused() -> None:
     """An order that would run a backward before the gradients of a skip arrive never starts."""
     batch = models.points()
-    plan = order("1f1b", 3, 1)
+    plan = make_order("1f1b", 3, 1)
     rows = [list(plan.rows(r)) for r in range(3)]
-    wrong = replace(timeline([rows[0][::-1], *rows[1:]]))
+    wrong = replace(timeline_from_rows([rows[0][::-1], *rows[1:]]))
     pipe = pipeline(models.Skipping(), batch, wrong, 0)
     with pytest.raises(ValueError, match="F before B"):
         pipe.run(split(batch, 1))

@@ -71,10 +71,10 @@ def test_a_loss_of_the_users_own() -> None:
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its places of positions a model differs, in the loss or in a gradient."""
-    plain = probe.candidates
+    plain = probe.list_candidates
     monkeypatch.setattr(
         probe,
-        "candidates",
+        "list_candidates",
         lambda trial: (replace(way, places=frozenset()) for way in plain(trial)),
     )
     with pytest.raises(Refusal, match="`blocks.0.norm` computes a slice differently"):

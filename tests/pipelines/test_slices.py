@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.propagate.context import slices_of
+from schedlang.passes.propagate.sequence_trials import slices_of
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.sequence_pipelining.carry import Carried, Span
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
+from schedlang.runtime.sequence_pipelining.carried_keys import CarriedKeys, SliceSpan
 from schedlang.runtime.sequence_pipelining.slices import (
-    Slices,
+    SliceRunner,
     Slicing,
-    along,
-    even,
-    joined,
-    masks_of,
-    run,
+    even_lengths,
+    join_outputs,
+    run_slices,
+    sequence_inputs,
+    token_masks,
 )
 from tests import models
 from tests.causal import Causal
@@ -51,12 +51,12 @@ MODELS: dict[str, tuple[Make, bool]] = {
 }
 
 
-def passes(model: nn.Module, batch: Any, slices: Slices | None) -> tuple[Tensor, Any]:
+def passes(model: nn.Module, batch: Any, slices: SliceRunner | None) -> tuple[Tensor, Any]:
     """The loss and the output of one forward and backward, whole or by slices."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         if slices is not None:
-            loss, outputs = run(slices, model, batch)
-            return loss, joined(outputs, slices.of(batch))
+            loss, outputs = run_slices(slices, model, batch)
+            return loss, join_outputs(outputs, slices.split_batch(batch))
         output = model(**batch)
         loss = output if isinstance(output, Tensor) else output.loss
         loss.backward()
@@ -68,7 +68,7 @@ def assert_same(model: nn.Module, batch: Any, slicing: Slicing, lengths: Any = N
     twin = copy.deepcopy(model)
     rule = labels_of(model, batch)
     cut = (lambda total, count: lengths) if lengths else None
-    slices = Slices(twin, slicing, rule.count, lengths=cut)
+    slices = SliceRunner(twin, slicing, rule.count, lengths=cut)
     wanted, whole = passes(model, batch, None)
     loss, output = passes(twin, batch, slices)
     assert abs(float(loss - wanted)) <= GATE * abs(float(wanted))
@@ -107,7 +107,7 @@ def test_padding_on_the_left() -> None:
     model = models.llama(2, attend="eager")
     slicing = found(model, batch, 3)
     with pytest.raises(Refusal, match="S657.*pads sequences on the left"):
-        Slices(model, slicing, labels_of(model, batch).count).of(batch)
+        SliceRunner(model, slicing, labels_of(model, batch).count).split_batch(batch)
 
 
 def test_packed_rows_are_refused() -> None:
@@ -115,11 +115,11 @@ def test_packed_rows_are_refused() -> None:
     batch = models.tokens(2, 8, mask=False)
     batch["position_ids"] = torch.arange(8).expand(2, 8) % 5
     model = models.llama(2)
-    slices = Slices(
+    slices = SliceRunner(
         model, Slicing(2, "cache", labels="labels", shift="given"), labels_of(model, batch).count
     )
     with pytest.raises(Refusal, match="restart within a row"):
-        slices.of(batch)
+        slices.split_batch(batch)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_dropout_is_drawn_by_place_in_the_sequence(make: Make) -> None:
         model = make()
         named_sites(model)
         drawn = LogicalDropout(7, part.windows(None) if part else None)
-        slices = Slices(model, part, labels_of(model, batch).count) if part else None
-        with ambient(drawn), entered(Scope(4, 0, (5, 6, 7))):
+        slices = SliceRunner(model, part, labels_of(model, batch).count) if part else None
+        with enter_modes(drawn), enter_scope(Scope(4, 0, (5, 6, 7))):
             loss, _ = passes(model, batch, slices)
         losses.append(loss)
         grads.append([p.grad for p in model.parameters()])
@@ -156,7 +156,7 @@ def test_recomputed_blocks(name: str) -> None:
     for block in twin.model.layers if name == "llama" else twin.blocks:
         checkpoint(block)
     wanted, _ = passes(model, batch, None)
-    loss, _ = passes(twin, batch, Slices(twin, slicing, labels_of(model, batch).count))
+    loss, _ = passes(twin, batch, SliceRunner(twin, slicing, labels_of(model, batch).count))
     assert torch.allclose(loss, wanted, rtol=GATE, atol=0)
     for (key, p), q in zip(model.named_parameters(), twin.parameters()):
         assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), key
@@ -164,7 +164,10 @@ def test_recomputed_blocks(name: str) -> None:
 
 def test_keys_lie_in_one_memory_and_are_let_go() -> None:
     """A later slice reads earlier keys where they lie; after its backward nothing is kept."""
-    carried, spans = Carried(), (Span(0, 0, 3, 8), Span(1, 3, 5, 8), Span(2, 5, 8, 8))
+    carried, spans = (
+        CarriedKeys(),
+        (SliceSpan(0, 0, 3, 8), SliceSpan(1, 3, 5, 8), SliceSpan(2, 5, 8, 8)),
+    )
     made = [torch.randn(2, span.length, 4, dtype=torch.float64) for span in spans]
     keys = [part.requires_grad_() for part in made]
     seen = [carried.join("k", part * 1.0, -2, span) for part, span in zip(keys, spans)]
@@ -173,7 +176,7 @@ def test_keys_lie_in_one_memory_and_are_let_go() -> None:
         assert torch.equal(one, torch.cat(made, 1)[:, : span.stop])
     factors = [torch.randn_like(one) for one in seen]
     for span in reversed(spans):
-        edges, grads = carried.roots(span.index)
+        edges, grads = carried.backward_roots(span.index)
         torch.autograd.backward([seen[span.index], *edges], [factors[span.index], *grads])
         carried.free(span.index)
     assert not carried._lines
@@ -185,14 +188,14 @@ def test_keys_lie_in_one_memory_and_are_let_go() -> None:
 def test_a_later_slice_needs_the_earlier() -> None:
     """Out of order the keys are not there, and nothing is made up."""
     with pytest.raises(LookupError):
-        Carried().join("k", torch.zeros(1, 2, 4), -2, Span(1, 2, 4, 4))
+        CarriedKeys().join("k", torch.zeros(1, 2, 4), -2, SliceSpan(1, 2, 4, 4))
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
 def test_lengths(units: int, count: int, grain: int) -> None:
     """Even slices fill the sequence, differ by one unit, and are whole units."""
     total = units * grain
-    lengths = even(total, count, grain)
+    lengths = even_lengths(total, count, grain)
     assert sum(lengths) == total and len(lengths) == count
     assert all(n % grain == 0 for n in lengths) and max(lengths) - min(lengths) <= grain
 
@@ -208,8 +211,8 @@ def test_inputs_of_slices() -> None:
         "inputs_embeds": torch.zeros(2, 6, 3),
         "bias": torch.zeros(2, 1, 6, 6),
     }
-    way = Slicing(2, "cache", labels="labels", shift="given", keys=masks_of(batch))
-    first, last = way.pieces(batch, (2, 4))
+    way = Slicing(2, "cache", labels="labels", shift="given", keys=token_masks(batch))
+    first, last = way.split_batch(batch, (2, 4))
     assert first.inputs["labels"].tolist() == [[0, 1], [6, 7]]
     assert first.inputs["shift_labels"].tolist() == [[1, 2], [7, 8]]
     assert last.inputs["shift_labels"].tolist() == [[3, 4, 5, -100], [9, 10, 11, -100]]
@@ -218,19 +221,19 @@ def test_inputs_of_slices() -> None:
     assert last.inputs["inputs_embeds"].shape == (2, 4, 3)
     assert first.inputs["bias"].shape == (2, 1, 2, 2) and last.inputs["bias"].shape == (2, 1, 4, 6)
     with pytest.raises(Refusal, match="6 tokens are too few for 7 slices"):
-        Slicing(7, "calls").pieces(batch)
+        Slicing(7, "calls").split_batch(batch)
 
 
 def test_only_what_runs_along_the_sequence_is_cut() -> None:
     """An input that is by chance as wide as a sequence is long stays whole."""
     batch = {"input_ids": torch.zeros(2, 6), "features": torch.zeros(2, 4)}
-    slicing = Slicing(2, "calls", along=along(batch))
+    slicing = Slicing(2, "calls", along=sequence_inputs(batch))
     later = {"input_ids": torch.zeros(2, 4), "features": torch.zeros(2, 4)}
-    assert [p.inputs["features"].shape for p in slicing.pieces(later)] == [(2, 4), (2, 4)]
-    assert [p.inputs["input_ids"].shape for p in slicing.pieces(later)] == [(2, 2), (2, 2)]
+    assert [p.inputs["features"].shape for p in slicing.split_batch(later)] == [(2, 4), (2, 4)]
+    assert [p.inputs["input_ids"].shape for p in slicing.split_batch(later)] == [(2, 2), (2, 2)]
     both = Slicing(2, "calls", along=frozenset(later))
     with pytest.raises(Refusal, match="`features` is not as long"):
-        both.pieces(batch)
+        both.split_batch(batch)
 
 
 def test_a_loss_without_labels_weighs_tokens() -> None:

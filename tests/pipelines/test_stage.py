@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.timeline.table import Kind, Op, timeline
+from schedlang.passes.partition import stage_assignment as cuts
+from schedlang.pipeline.timeline.table import Kind, Op, timeline_from_rows
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.split_backward import SplitBackward
-from schedlang.runtime.pipeline.stage import Stage, Stub, enter
-from schedlang.runtime.tracing.graph import cut
-from schedlang.runtime.tracing.meta import meta_model
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
+from schedlang.runtime.pipeline.stage import Stage, Stub, as_graph_input
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import split_graph
+from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
 from tests import models
 
 
 def graph_of(model: nn.Module, batch: Any, **given: Any) -> Any:
-    return record(model, units_of(model, batch), batch, **given)
+    return record_forward(model, units_of(model, batch), batch, **given)
 
 
 def test_units() -> None:
@@ -37,7 +37,7 @@ def test_units() -> None:
         "transformer.ln_f",
         "lm_head",
     )
-    assert in_trunk(model, names) == (False, False, True, True, False, False)
+    assert is_in_trunk(model, names) == (False, False, True, True, False, False)
 
 
 def test_units_at_inner_modules() -> None:
@@ -46,8 +46,8 @@ def test_units_at_inner_modules() -> None:
     names = units_of(model, batch, ["model.layers.1.mlp"])
     assert names[1] == "model.layers.0"
     assert "model.layers.1" not in names and "model.layers.1.mlp" in names
-    made = cut(
-        record(model, names, batch),
+    made = split_graph(
+        record_forward(model, names, batch),
         [int(k >= names.index("model.layers.1.mlp")) for k in range(len(names))],
     )
     # the residual stream and the normed input of the MLP both cross
@@ -91,10 +91,10 @@ def test_what_crosses() -> None:
     leaves = {(name[u], k): leaf for (u, k), leaf in graph.leaves.items()}
     assert leaves[("blocks.1", 1)].dtype == "bool" and not leaves[("blocks.1", 1)].differentiable
     assert leaves[("blocks.0", 0)].mutated and not leaves[("embed", 0)].mutated
-    assert graph.glue == ("gain",)
-    made = cut(graph, [0, 0, 0, 1, 1, 1, 2])
+    assert graph.glue_parameters == ("gain",)
+    made = split_graph(graph, [0, 0, 0, 1, 1, 1, 2])
     assert made.shared == {"gain": (0, 1, 2)}
-    assert cut(graph_of(models.gpt2(2), models.tokens(2)), [0, 0, 0, 1, 1, 1]).shared == {
+    assert split_graph(graph_of(models.gpt2(2), models.tokens(2)), [0, 0, 0, 1, 1, 1]).shared == {
         "transformer.wte.weight": (0, 1)
     }
 
@@ -129,7 +129,7 @@ class Odd(nn.Module):
 def test_calls_refused(how: str, message: str) -> None:
     """A unit that is called twice, not at all, or against the order given is refused by name."""
     with pytest.raises(Refusal, match=message) as caught:
-        record(Odd(how), ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)})
+        record_forward(Odd(how), ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)})
     assert caught.value.diagnostic.code == "S601"
 
 
@@ -146,7 +146,7 @@ def test_value_that_decides() -> None:
         graph_of(Odd("value"), batch)
     assert caught.value.diagnostic.code == "S611"
     names = ["layers.0", "layers.1", "layers.2"]
-    graph = record(Odd("value"), names, batch, meta=False)
+    graph = record_forward(Odd("value"), names, batch, meta=False)
     assert graph.final.tokens == {(0, 0), (1, 0), (2, 0)}
 
 
@@ -154,7 +154,9 @@ def test_a_value_that_the_loss_reads() -> None:
     """Behind all units it is the loss that is named, and what it may keep instead."""
     names, batch = ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)}
     with pytest.raises(Refusal, match="the loss, or the end of the forward, reads the") as caught:
-        record(Odd("batch"), names, batch, loss=lambda output, given: output * float(output.sum()))
+        record_forward(
+            Odd("batch"), names, batch, loss=lambda output, given: output * float(output.sum())
+        )
     assert "loss.detach()" in caught.value.render()
 
 
@@ -200,11 +202,11 @@ def test_values_inside_units() -> None:
     model(**batch).backward()
     wanted = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
-    made = cut(graph, [0, 1, 2])
-    plan = timeline(
+    made = split_graph(graph, [0, 1, 2])
+    plan = timeline_from_rows(
         [[Op(k, s, 0) for k, r in ((Kind.F, (0, 1, 2)), (Kind.B, (2, 1, 0))) for s in r]]
     )
-    switch, stub = Switch(model, graph.units), Stub(meta_model(model, {}), made)
+    switch, stub = CallSwitch(model, graph.units), Stub(meta_model(model, {}), made)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
     Pipeline(stages, plan).run([batch])
     for name, parameter in model.named_parameters():
@@ -242,18 +244,18 @@ class Routed(nn.Module):
 def test_side_channels_refused() -> None:
     """A loss that reads from inside a unit is refused where the unit is on another stage only."""
     graph = graph_of(Routed(), {"x": torch.ones(2, 3)})
-    cut(graph, [0, 0, 0])
+    split_graph(graph, [0, 0, 0])
     with pytest.raises(Refusal, match="reads a value inside `layers.1`") as caught:
-        cut(graph, [0, 0, 1])
+        split_graph(graph, [0, 0, 1])
     assert caught.value.diagnostic.code == "S610"
-    cut(graph, [0, 1, 1])  # both readers of what stands aside are with the loss
+    split_graph(graph, [0, 1, 1])  # both readers of what stands aside are with the loss
 
 
 def test_stage_calls_only_its_own() -> None:
     """A stage calls no module of another stage, and nothing at all after its last unit."""
     model, batch = models.gpt2(4), models.tokens(2)
     graph = graph_of(model, batch)
-    made = cut(graph, [0, 0, 0, 1, 1, 2, 2, 2])
+    made = split_graph(graph, [0, 0, 0, 1, 1, 2, 2, 2])
     stub = Stub(meta_model(model, {}), made)
     calls: list[str] = []
     for name, module in model.named_modules():
@@ -263,13 +265,13 @@ def test_stage_calls_only_its_own() -> None:
     inner = {".".join(name.split(".")[:3]) for name in calls if name.startswith("transformer.h.")}
     assert inner == {"transformer.h.1", "transformer.h.2"}
     assert not {"transformer.wte", "transformer.ln_f", "lm_head"} & set(calls)
-    assert set(done.made) == {(4, 0)} and done.output is None
+    assert set(done.values) == {(4, 0)} and done.output is None
 
 
 def test_switch_leaves_no_trace() -> None:
     """A switch that was removed leaves the modules' calls as they were."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    switch = Switch(model, ["0", "1"])
+    switch = CallSwitch(model, ["0", "1"])
     with switch.using(lambda unit, original, args, kwargs: unit):
         assert model[0](None) == 0 and model[1](None) == 1
     assert model[0](torch.ones(2)).shape == (2,)
@@ -280,7 +282,7 @@ def test_switch_leaves_no_trace() -> None:
 def test_enter_may_be_written_into() -> None:
     """What a stage receives may be modified in place, and the gradient is that of the original."""
     leaf = torch.tensor([1.0, 2.0], requires_grad=True)
-    x = enter(leaf)
+    x = as_graph_input(leaf)
     x.mul_(3.0)
     x.square().sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [18.0, 36.0]
@@ -313,11 +315,11 @@ def test_split_equals_whole() -> None:
     out, extra = model(leaf)
     ones = [torch.ones_like(out), torch.tensor(2.0).double()]
     half = SplitBackward([out, extra], ones, [leaf])
-    (grad,) = half.inputs()
+    (grad,) = half.backward_inputs()
     assert torch.equal(grad, whole.grad)
     ready = {n for n, p in model.named_parameters() if p.grad is not None}
     assert ready == {"b"}
-    half.weights()
+    half.backward_weights()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
 
@@ -340,7 +342,7 @@ def test_split_does_no_product_twice() -> None:
 
     def apart(out: Tensor, grad: Tensor) -> Any:
         half = SplitBackward([out], [grad], [leaf])
-        return half.inputs, half.weights
+        return half.backward_inputs, half.backward_weights
 
     (whole,) = flops(lambda out, grad: (lambda: torch.autograd.backward(out, grad),))
     first, second = flops(apart)
@@ -348,19 +350,19 @@ def test_split_does_no_product_twice() -> None:
 
 
 UNITS = [
-    cuts.Unit("embed", 100, False),
-    *(cuts.Unit(f"h.{k}", 10 + k) for k in range(5)),
-    cuts.Unit("head", 40, False),
+    cuts.ChainUnit("embed", 100, False),
+    *(cuts.ChainUnit(f"h.{k}", 10 + k) for k in range(5)),
+    cuts.ChainUnit("head", 40, False),
 ]
 
 
 def test_cuts() -> None:
     """Even, by name, by index: what precedes the trunk is first, what follows it is last."""
-    assert cuts.even(UNITS, 2) == (0, 0, 0, 0, 1, 1, 1)
-    assert cuts.even(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
-    assert cuts.at_units(UNITS, ["h.1", "h.4"]) == (0, 0, 1, 1, 1, 2, 2)
-    assert cuts.at_units(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
-    assert cuts.at_units(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
+    assert cuts.even_stages(UNITS, 2) == (0, 0, 0, 0, 1, 1, 1)
+    assert cuts.even_stages(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
+    assert cuts.stages_starting_at(UNITS, ["h.1", "h.4"]) == (0, 0, 1, 1, 1, 2, 2)
+    assert cuts.stages_starting_at(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
+    assert cuts.stages_starting_at(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
 
 
 def test_balanced_is_best() -> None:
@@ -368,7 +370,7 @@ def test_balanced_is_best() -> None:
     from itertools import combinations
 
     for stages in range(1, 6):
-        found = cuts.balanced(UNITS, stages)
+        found = cuts.balanced_stages(UNITS, stages)
 
         def largest(stage_of: tuple[int, ...]) -> int:
             sums: dict[int, int] = {}
@@ -377,7 +379,7 @@ def test_balanced_is_best() -> None:
             return max(sums.values())
 
         starts = combinations(["h.1", "h.2", "h.3", "h.4"], stages - 1)
-        every = (cuts.at_units(UNITS, names) for names in starts)
+        every = (cuts.stages_starting_at(UNITS, names) for names in starts)
         assert largest(found) == min(largest(other) for other in every)
         assert sorted(set(found)) == list(range(stages))
 
@@ -385,10 +387,13 @@ def test_balanced_is_best() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cuts.even(UNITS, 6), "5 modules of the list cannot be cut into 6 stages"),
-        (lambda: cuts.at_units(UNITS, ["h.9"]), "did you mean"),
-        (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "two stages start at one module"),
-        (lambda: cuts.at_units(UNITS, ["embed"]), "`embed` is the first module"),
+        (lambda: cuts.even_stages(UNITS, 6), "5 modules of the list cannot be cut into 6 stages"),
+        (lambda: cuts.stages_starting_at(UNITS, ["h.9"]), "did you mean"),
+        (
+            lambda: cuts.stages_starting_at(UNITS, ["h.3", "h.1", "h.3"]),
+            "two stages start at one module",
+        ),
+        (lambda: cuts.stages_starting_at(UNITS, ["embed"]), "`embed` is the first module"),
     ],
 )
 def test_cuts_refused(call: Any, message: str) -> None:
@@ -414,8 +419,35 @@ def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
     """A unit of another stage is run for its shape as autocast would run it: its bias is cast."""
     model = Convolved()
     x = torch.randn(2, 3, 4, 4)
-    graph = record(model, [f"blocks.{k}" for k in range(3)], {"x": x})
-    stub = Stub(meta_model(model, {}), cut(graph, [0, 1, 1]))
+    graph = record_forward(model, [f"blocks.{k}" for k in range(3)], {"x": x})
+    stub = Stub(meta_model(model, {}), split_graph(graph, [0, 1, 1]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert stub(1, (x.bfloat16(),), {}, {}, x.device, model).dtype == torch.bfloat16
     assert stub(1, (x,), {}, {}, x.device, model).dtype == torch.float32
+
+
+def test_stages_inside_of_a_transform() -> None:
+    """A transform of `torch.func` around several stages is refused, with what is legal."""
+
+    class Derived(nn.Module):
+        """A directional derivative of two layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def through(self, x: Tensor) -> Tensor:
+            """Both layers."""
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Value and derivative."""
+            value, along = torch.func.jvp(self.through, (x,), (torch.ones_like(x),))
+            loss: Tensor = value.square().mean() + along.square().mean()
+            return loss
+
+    with pytest.raises(Refusal, match="inside of a transform of `torch.func`") as caught:
+        graph_of(Derived(), {"x": torch.ones(2, 4)})
+    assert caught.value.diagnostic.code == "S610" and caught.value.diagnostic.helps

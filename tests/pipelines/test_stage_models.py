@@ -209,7 +209,7 @@ def test_skips_go_straight() -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", survey.kinds())
 def test_every_causal_language_model_of_the_library(kind: str) -> None:
-    """Cut in three by its largest list of modules: equal, or refused with a reason."""
+    """Split into three stages by its largest module list: equal, or refused with a reason."""
     try:
         model, batch = survey.ready(kind)
     except survey.NotTiny as why:

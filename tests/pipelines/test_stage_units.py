@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.partition import stages as cuts
+from schedlang.passes.partition import stage_assignment as cuts
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.calls import calls_of
-from schedlang.runtime.tracing.graph import cut, labels
-from schedlang.runtime.tracing.meta import meta_model
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.module_calls import record_calls
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import split_graph, unit_labels
+from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
 from tests.alone import compared, cut_evenly, in_stages
 
 WIDTH = 4
@@ -53,8 +53,8 @@ def test_units_stand_in_the_order_of_calls() -> None:
     for trunks in (["a", "b"], ["b", "a"]):
         names = units_of(model, BATCH, trunks=trunks)
         assert names == ("b.0", "b.1", "a.0", "a.1")
-        assert in_trunk(model, names, trunks) == (True,) * 4
-    assert in_trunk(model, names, ["a"]) == (False, False, True, True)
+        assert is_in_trunk(model, names, trunks) == (True,) * 4
+    assert is_in_trunk(model, names, ["a"]) == (False, False, True, True)
 
 
 def test_a_module_stands_beside_lists() -> None:
@@ -62,7 +62,7 @@ def test_a_module_stands_beside_lists() -> None:
     model = Way("b0 b1 m a0 a1")
     names = units_of(model, BATCH, trunks=["a", "b", "m"])
     assert names == ("b.0", "b.1", "m", "a.0", "a.1")
-    assert in_trunk(model, names, ["a", "b", "m"]) == (True,) * 5
+    assert is_in_trunk(model, names, ["a", "b", "m"]) == (True,) * 5
 
 
 def test_what_is_not_called_is_left_out() -> None:
@@ -77,7 +77,10 @@ def test_calls_in_different_gaps_are_units() -> None:
     model = Way("b0 b1 m a0 m a1")
     made = cut_evenly(model, BATCH, 4, ["a", "b"])
     assert made.graph.labels == ("b.0", "b.1", "m#0", "a.0", "m#1", "a.1")
-    assert made.graph.glue == () and made.shared == {"m.bias": (1, 2), "m.weight": (1, 2)}
+    assert made.graph.glue_parameters == () and made.shared == {
+        "m.bias": (1, 2),
+        "m.weight": (1, 2),
+    }
     assert compared(model, made, BATCH).ok
 
 
@@ -85,7 +88,7 @@ def test_calls_in_one_gap_are_glue() -> None:
     """A module outside the trunk that is called in a loop belongs to the code between units."""
     model = Way("b0 b1 m m m a0 a1")
     made = cut_evenly(model, BATCH, 2, ["a", "b"])
-    assert "m" not in made.graph.units and made.graph.glue == ("m.bias", "m.weight")
+    assert "m" not in made.graph.units and made.graph.glue_parameters == ("m.bias", "m.weight")
     assert compared(model, made, BATCH).ok
 
 
@@ -118,9 +121,9 @@ def test_the_place_is_where_both_calls_part() -> None:
                 x = self.once(x)
             return x
 
-    calls = calls_of(Nested().double(), BATCH, True)
-    assert "`for _turn in range(2):`" in calls.place("inner.0")
-    assert calls.place("") == ""
+    calls = record_calls(Nested().double(), BATCH, True)
+    assert "`for _turn in range(2):`" in calls.describe_repeat("inner.0")
+    assert calls.describe_repeat("") == ""
 
 
 def test_unrolled_calls_are_units() -> None:
@@ -141,16 +144,16 @@ def test_another_number_of_calls_is_refused(times: int) -> None:
 
 def test_a_start_may_be_a_container() -> None:
     """A stage that starts at a module whose inside is in units starts at the first of them."""
-    units = [cuts.Unit(name, 1) for name in ("h.0", "h.1.a", "h.1.b", "h.2#0", "h.2#1")]
-    assert cuts.at_units(units, ["h.1", "h.2"]) == (0, 1, 1, 2, 2)
-    assert labels(("x", "y", "x")) == ("x#0", "y", "x#1")
+    units = [cuts.ChainUnit(name, 1) for name in ("h.0", "h.1.a", "h.1.b", "h.2#0", "h.2#1")]
+    assert cuts.stages_starting_at(units, ["h.1", "h.2"]) == (0, 1, 1, 2, 2)
+    assert unit_labels(("x", "y", "x")) == ("x#0", "y", "x#1")
 
 
 def _stage(model: nn.Module, index: int) -> Stage:
     names = units_of(model, BATCH, trunks=["b", "a"])
-    made = cut(record(model, names, BATCH), [0, 1, 1, 2][: len(names)])
+    made = split_graph(record_forward(model, names, BATCH), [0, 1, 1, 2][: len(names)])
     stub = Stub(meta_model(model, {}), made)
-    return Stage(model, made, index, switch=Switch(model, names), stub=stub)
+    return Stage(model, made, index, switch=CallSwitch(model, names), stub=stub)
 
 
 @pytest.mark.parametrize(("index", "rows"), [(1, 2), (2, 2)])
@@ -226,13 +229,13 @@ def test_spelt_numbers_are_known_without_data() -> None:
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     """Where every module is called once their order is known; a second call hides it."""
-    from schedlang.runtime.tracing.calls import once
+    from schedlang.runtime.tracing.module_calls import calls_from_counts
 
     model = Way("b0 b1")
-    seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})
+    seen = calls_from_counts(model, {"b": 1, "b.0": 1, "b.1": 1})
     assert seen is not None and seen.order == ("b", "b.0", "b.1")
     assert units_of(model, BATCH, trunks=["b"], calls=seen) == units_of(model, BATCH, trunks=["b"])
-    assert once(model, {"b.0": 2}) is None and once(model, {}) is None
+    assert calls_from_counts(model, {"b.0": 2}) is None and calls_from_counts(model, {}) is None
 
 
 GROUP = Group(("tp",), (0, 1), 0)
@@ -241,8 +244,8 @@ MOVED: list[Callable[[Tensor], Tensor]] = [
     lambda x: collectives.reduce(x, GROUP),
     lambda x: collectives.scatter_sum(x, 1, GROUP),
     lambda x: collectives.split(x, 1, GROUP),
-    lambda x: collectives.exchange(x, GROUP),
-    lambda x: collectives.switch(x, 1, 2, GROUP),
+    lambda x: collectives.exchange_rows(x, GROUP),
+    lambda x: collectives.switch_sharded_dim(x, 1, 2, GROUP),
 ]
 
 
@@ -266,5 +269,5 @@ def test_what_a_unit_gets_through_a_collective_alone_is_read(move: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return cast(Tensor, self.second(self.first(x)).sum())
 
-    graph = record(Two(), ("first", "second"), {"x": torch.ones(2, 4, 4)})
+    graph = record_forward(Two(), ("first", "second"), {"x": torch.ones(2, 4, 4)})
     assert graph.reads[1].tokens == {(0, 0)}

@@ -18,16 +18,16 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.static_checks.static import static
 from schedlang.passes.verify.observe import Condition
-from schedlang.passes.verify.relaxed import Replayed
-from schedlang.passes.verify.sides import prepared, sequential
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
-from schedlang.pipeline.timeline.versions import updates, weight_copies
+from schedlang.passes.verify.proof_case import make_original_subject, prepare_case
+from schedlang.passes.verify.relaxed_original import SequentialStale
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
+from schedlang.pipeline.timeline.versions import update_versions, weight_copies
 from schedlang.runtime import program
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.pipeline.weight_versions import Versions
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.pipeline.weight_versions import WeightVersions
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, sgd, trained
@@ -79,11 +79,11 @@ def replayed(
 ) -> dict[str, Tensor]:
     """What the replay leaves, under the names that `trained` gives."""
     case = Case(plan, tuple(batches))
-    case = prepared(case) if made is None else replace(case, prepared=made)
-    subject = sequential(case, Condition("", optimizer, tuple(batches)))
-    assert isinstance(subject, Replayed)
+    case = prepare_case(case) if made is None else replace(case, prepared=made)
+    subject = make_original_subject(case, Condition("", optimizer, tuple(batches)))
+    assert isinstance(subject, SequentialStale)
     seen: dict[str, Tensor] = {}
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         for step, batch in enumerate(batches):
             seen[f"loss {step}"] = subject.train_step(batch).clone()
             seen[f"norm {step}"] = torch.as_tensor(subject.grad_norm)
@@ -212,7 +212,7 @@ def tables(draw: st.DrawFn) -> Timeline:
         row: list[Op] = []
         read: dict[int, int] = {}
         newest = 0
-        for op in order("1F1B", 2, micro).rows(rank):
+        for op in make_order("1F1B", 2, micro).rows(rank):
             if op.kind is Kind.F:
                 read[op.microbatch] = draw(st.integers(0, newest))
             row.append(op._replace(version=read[op.microbatch]))
@@ -220,7 +220,7 @@ def tables(draw: st.DrawFn) -> Timeline:
                 newest += 1
                 row.append(Op(Kind.STEP, rank, op.microbatch, version=newest))
         rows.append(row)
-    return timeline(rows)
+    return timeline_from_rows(rows)
 
 
 @examples(5)
@@ -229,10 +229,10 @@ def test_any_table_of_versions(threads: Threads, table: Timeline) -> None:
     """Whatever versions rows read, the program equals the replay of the same table."""
     plan = stale(Pair(), '"PipeDream", micro=4', "pp=2")
     batches = [series(9, seed) for seed in range(2)]
-    case = prepared(Case(plan, tuple(batches)))
+    case = prepare_case(Case(plan, tuple(batches)))
     assert case.prepared is not None
     made = replace(case.prepared, staged=replace(case.prepared.staged, timeline=table))
-    if updates(table).max() == 1:
+    if update_versions(table).max() == 1:
         return  # the plain loop, which other tests compare
     seen = trained(threads, plan, batches, prepared=made)
     assert_near(seen, replayed(plan, batches, sgd, made), GATE)
@@ -289,16 +289,16 @@ def most_kept(plan: Plan, batch: Any) -> tuple[int, int]:
     """On this rank: the most versions held at a time, and those held after the step."""
     made = build(plan, batch, optimizer=sgd)
     versions, seen = made._versions, []
-    assert isinstance(versions, Versions)
-    plain = versions.before
+    assert isinstance(versions, WeightVersions)
+    plain = versions.prepare
 
     def before(op: Any) -> None:
         plain(op)
-        seen.append(versions.kept)
+        seen.append(versions.stored_count)
 
-    vars(versions)["before"] = before
+    vars(versions)["prepare"] = before
     made.train_step(batch)
-    return max(seen), versions.kept
+    return max(seen), versions.stored_count
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -322,7 +322,7 @@ def test_an_update_without_labels_changes_nothing(threads: Threads) -> None:
 
 def by_rank(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """On this rank: steps on its own rows alone, and the state that they leave."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         made = build(plan, batches[0], optimizer=sgd)
         mine = made.assembly.ranks.mesh.index(made.assembly.ranks.rank, ("dp",))
         for batch in batches:
@@ -349,6 +349,8 @@ def test_the_static_proof_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums, messages and weights of each update are in order; weights of the whole step are not."""
     plan = stale(Chain(), '"PipeDream", micro=8', "dp=2, pp=2", zero="zero(stage=0, over=dp)")
     assert not static(plan, series(16, 0)).problems
-    plain = program.totals
-    monkeypatch.setattr(program, "totals", lambda *args: {k: 16.0 for k in plain(*args)})
+    plain = program.sum_update_weights
+    monkeypatch.setattr(
+        program, "sum_update_weights", lambda *args: {k: 16.0 for k in plain(*args)}
+    )
     assert [one.code for one in static(plan, series(16, 0)).problems] == ["S716"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.ir.memory import heaviest
+from schedlang.ir.memory import find_heaviest
 from schedlang.passes.simulate.account import account
 from tests.engine.threads import Threads
 from tests.proofs import planned, proven
@@ -71,6 +71,6 @@ def test_a_whole_volume_fits_where_one_rank_is_too_small() -> None:
     def peak(mesh: str) -> int:
         made = account(planned(Volumes(), ROWS, mesh), batch(side=32), memory=True)
         assert made.memory
-        return heaviest(made.memory).peak
+        return find_heaviest(made.memory).peak
 
     assert peak("pp=4") < peak("pp=1") * 2 / 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.partition import stages as cuts
-from schedlang.passes.partition.stages import in_flight, state_bytes, weight_of
-from schedlang.pipeline.schedules import order
-from schedlang.runtime.tracing.record import record
+from schedlang.passes.partition import stage_assignment as cuts
+from schedlang.passes.partition.stage_assignment import max_in_flight, state_bytes, weight_of
+from schedlang.pipeline.schedules import make_order
+from schedlang.runtime.tracing.recording import record_forward
 from schedlang.runtime.tracing.units import units_of
 from tests.models import Stack
 from tests.proofs import planned, refused
@@ -46,24 +46,24 @@ BATCH = {"x": torch.rand(ROWS, WIDTH)}
 def test_operations_are_counted() -> None:
     """2 · rows · inputs · outputs for each of two products."""
     model = uneven()
-    graph = record(model, units_of(model, BATCH), BATCH)
+    graph = record_forward(model, units_of(model, BATCH), BATCH)
     assert graph.flops == tuple(2 * 2 * ROWS * WIDTH * h for h in (4, 4, 40, 4, 12, 12))
 
 
 def test_kept_bytes_are_counted() -> None:
     """A block keeps its input and the result of tanh, once each, and no parameter."""
     model = uneven()
-    graph = record(model, units_of(model, BATCH), BATCH)
+    graph = record_forward(model, units_of(model, BATCH), BATCH)
     hidden = (4, 4, 40, 4, 12, 12)
     # the first input needs no gradient, but the product does keep it for that of the weight
-    assert graph.saved == tuple(4 * ROWS * (WIDTH + h) for h in hidden)
-    assert graph.given == (0, *(4 * ROWS * WIDTH for _ in hidden[1:]))
+    assert graph.saved_bytes == tuple(4 * ROWS * (WIDTH + h) for h in hidden)
+    assert graph.argument_bytes == (0, *(4 * ROWS * WIDTH for _ in hidden[1:]))
 
 
 @pytest.mark.parametrize(("name", "expected"), [("GPipe", (6, 6, 6)), ("1F1B", (3, 2, 1))])
 def test_microbatches_in_flight(name: str, expected: tuple[int, ...]) -> None:
     """All of them under GPipe, stages minus stage under 1F1B."""
-    assert in_flight(order(name, 3, 6)) == expected
+    assert max_in_flight(make_order(name, 3, 6)) == expected
 
 
 def _plan(balance: str, *rows: str, mesh: str = "pp=3") -> Plan:
@@ -75,25 +75,25 @@ def _plan(balance: str, *rows: str, mesh: str = "pp=3") -> Plan:
 def test_no_other_cut_is_lighter(balance: str) -> None:
     """The heaviest stage is as light as that of the best of all cuts, tried one by one."""
     plan = _plan(balance)
-    graph = record(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
-    timeline = order("1F1B", 3, 6)
+    graph = record_forward(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
+    timeline = make_order("1F1B", 3, 6)
     weight = weight_of(balance, plan, graph, timeline)
-    units = [cuts.Unit(name, plan.model.numel(name)) for name in graph.units]
+    units = [cuts.ChainUnit(name, plan.model.numel(name)) for name in graph.units]
 
     def heaviest(stage_of: tuple[int, ...]) -> float:
         runs = [(s, stage_of.index(s), stage_of.index(s) + stage_of.count(s)) for s in range(3)]
         return max(weight(*run) for run in runs)
 
-    every = [cuts.at_units(units, starts) for starts in combinations(graph.units[1:], 2)]
-    found = heaviest(cuts.balanced(units, 3, weight))
+    every = [cuts.stages_starting_at(units, starts) for starts in combinations(graph.units[1:], 2)]
+    found = heaviest(cuts.balanced_stages(units, 3, weight))
     assert found == min(map(heaviest, every)) < max(map(heaviest, every))
 
 
 def test_a_shared_parameter_counts_once() -> None:
     """In a run that holds both names of a weight it is one weight; in two runs each holds it."""
     plan = _plan("params")
-    graph = record(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
-    weight = weight_of("params", plan, graph, order("GPipe", 3, 1))
+    graph = record_forward(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
+    weight = weight_of("params", plan, graph, make_order("GPipe", 3, 1))
     both, one, other = weight(0, 4, 6), weight(0, 4, 5), weight(0, 5, 6)
     assert one == other and both == one + other - 12 * WIDTH
 
@@ -105,13 +105,13 @@ def test_memory_follows_the_order() -> None:
     model = uneven()
     model.blocks = nn.ModuleList(Wide(4) for _ in range(12))
     batch = {"x": torch.rand(512, WIDTH)}  # activations weigh more than parameters
-    graph = record(model, units_of(model, batch), batch)
+    graph = record_forward(model, units_of(model, batch), batch)
     plan = planned(model, "blocks  pipeline_split(over=pp, balance=memory)", "pp=3")
-    units = [cuts.Unit(name, 1) for name in graph.units]
+    units = [cuts.ChainUnit(name, 1) for name in graph.units]
     counts = {}
     for name in ("GPipe", "1F1B"):
-        weight = weight_of("memory", plan, graph, order(name, 3, 6))
-        found = cuts.balanced(units, 3, weight)
+        weight = weight_of("memory", plan, graph, make_order(name, 3, 6))
+        found = cuts.balanced_stages(units, 3, weight)
         counts[name] = [found.count(stage) for stage in range(3)]
     assert counts["GPipe"] == [4, 4, 4]
     assert counts["1F1B"] == [2, 3, 7] or counts["1F1B"][0] < counts["1F1B"][2]
@@ -129,11 +129,11 @@ def test_state_is_what_a_rank_holds() -> None:
 def test_a_recomputed_unit_keeps_its_arguments() -> None:
     """With `checkpoint` on all blocks the stages weigh less, by what the blocks kept."""
     plain, again = _plan("memory"), _plan("memory", "blocks.*  checkpoint()")
-    graph = record(plain.model.model, units_of(plain.model.model, BATCH), BATCH)
-    timeline = order("GPipe", 3, 2)
+    graph = record_forward(plain.model.model, units_of(plain.model.model, BATCH), BATCH)
+    timeline = make_order("GPipe", 3, 2)
     heavy = weight_of("memory", plain, graph, timeline)(0, 1, 4)
     light = weight_of("memory", again, graph, timeline)(0, 1, 4)
-    assert heavy - light == 2 * (sum(graph.saved[1:4]) - sum(graph.given[1:4]))
+    assert heavy - light == 2 * (sum(graph.saved_bytes[1:4]) - sum(graph.argument_bytes[1:4]))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from functools import cache
 
 from schedlang.passes.planner.values import (
     Chain,
-    Operator,
+    CollectiveCost,
+    OperatorCost,
     Placement,
-    Run,
-    Sent,
     Unit,
+    UnitRun,
     Work,
 )
 
@@ -69,34 +69,38 @@ def decoder(
 
     @cache
     def profiles(at: Placement) -> Chain:
-        runs = (Run(_embedding(one, at), 1), Run(_layer(one, at), layers), Run(_head(one, at), 1))
+        runs = (
+            UnitRun(_embedding(one, at), 1),
+            UnitRun(_layer(one, at), layers),
+            UnitRun(_head(one, at), 1),
+        )
         return Chain(at, runs, ((0, 2),) if tied else ())
 
     return profiles
 
 
-def _product(rows: float, ins: float, outs: float, count: float = 1) -> Operator:
+def _product(rows: float, ins: float, outs: float, count: float = 1) -> OperatorCost:
     moved = HALF * (rows * ins + ins * outs + rows * outs)
-    return Operator("product", 2 * rows * ins * outs, moved, count)
+    return OperatorCost("product", 2 * rows * ins * outs, moved, count)
 
 
-def _back(rows: float, ins: float, outs: float, count: float = 1) -> Operator:
+def _back(rows: float, ins: float, outs: float, count: float = 1) -> OperatorCost:
     """Both gradients of a product: each another product of the same three sizes."""
     one = _product(rows, ins, outs)
-    return Operator("product", one.flops, one.moved, 2 * count)
+    return OperatorCost("product", one.flops, one.moved, 2 * count)
 
 
-def _pass(numbers: float, count: float = 1, cause: str = "") -> Operator:
+def _pass(numbers: float, count: float = 1, cause: str = "") -> OperatorCost:
     """One pass that reads and writes so many numbers in 16 bits."""
-    return Operator("other", 0.0, HALF * numbers, count, cause)
+    return OperatorCost("other", 0.0, HALF * numbers, count, cause)
 
 
 def _embedding(one: Decoder, at: Placement) -> Unit:
     tokens = at.rows * one.length / at.cp / at.slices
     wide, split = tokens * one.width, at.tp if at.sequence else 1
     op = "reduce_scatter" if at.sequence else "all_reduce"
-    sent = (Sent(op, "tp", HALF * wide),) if at.tp > 1 else ()
-    back = (Sent("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
+    sent = (CollectiveCost(op, "tp", HALF * wide),) if at.tp > 1 else ()
+    back = (CollectiveCost("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
     return Unit(
         "embedding",
         one.words * one.width // at.tp,
@@ -104,8 +108,8 @@ def _embedding(one: Decoder, at: Placement) -> Unit:
         Work((_pass(2 * wide),), back),
         kept=8 * tokens,
         input=8 * tokens,
-        most=HALF * wide,
-        handed=HALF * wide / split,
+        peak=HALF * wide,
+        output=HALF * wide / split,
     )
 
 
@@ -113,11 +117,11 @@ def _head(one: Decoder, at: Placement) -> Unit:
     """The last norm, logits and a cross entropy in 32 bits over split logits."""
     tokens = at.rows * one.length / at.cp / at.slices
     wide, words, split = tokens * one.width, one.words / at.tp, at.tp if at.sequence else 1
-    loss = Operator("other", 0.0, 4 * tokens * words, 3, "loss")
-    rows = tuple(Sent("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if at.tp > 1)
-    gather = (Sent("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
+    loss = OperatorCost("other", 0.0, 4 * tokens * words, 3, "loss")
+    rows = tuple(CollectiveCost("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if at.tp > 1)
+    gather = (CollectiveCost("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
     op = "reduce_scatter" if at.sequence else "all_reduce"
-    summed = (Sent(op, "tp", HALF * wide),) if at.tp > 1 else ()
+    summed = (CollectiveCost(op, "tp", HALF * wide),) if at.tp > 1 else ()
     return Unit(
         "head",
         one.words * one.width // at.tp + one.width,
@@ -125,8 +129,8 @@ def _head(one: Decoder, at: Placement) -> Unit:
         Work((_pass(6 * wide / split), _back(tokens, one.width, words), loss), summed + gather),
         kept=HALF * 2 * wide / split + 6 * tokens * words,
         input=HALF * wide / split,
-        most=8 * tokens * words,
-        handed=0.0,
+        peak=8 * tokens * words,
+        output=0.0,
     )
 
 
@@ -146,13 +150,13 @@ def _layer(one: Decoder, at: Placement) -> Unit:
         Work(norms + norms + attention[1] + feed[1], _sent(one, at, tokens, True)),
         kept=_kept(one, at, tokens),
         input=HALF * wide / split,
-        most=HALF * (3 * wide + 2 * tokens * one.inner / at.tp) + attended,
-        handed=HALF * wide / split,
-        spread=spread,
+        peak=HALF * (3 * wide + 2 * tokens * one.inner / at.tp) + attended,
+        output=HALF * wide / split,
+        expert_numel=spread,
     )
 
 
-Works = tuple[tuple[Operator, ...], tuple[Operator, ...]]  # forward, backward
+Works = tuple[tuple[OperatorCost, ...], tuple[OperatorCost, ...]]  # forward, backward
 
 
 def _attention(one: Decoder, at: Placement, tokens: float) -> tuple[Works, float]:
@@ -164,12 +168,12 @@ def _attention(one: Decoder, at: Placement, tokens: float) -> tuple[Works, float
     flops = 4 * tokens * keys * width / tp
     moved = HALF * tokens * (2 * width + 2 * one.narrow) / tp
     if one.flash:
-        ahead = Operator("attention", flops, moved)
-        back = Operator("attention", 2.5 * flops, 2 * moved)
+        ahead = OperatorCost("attention", flops, moved)
+        back = OperatorCost("attention", 2.5 * flops, 2 * moved)
         return ((*products[0], ahead), (*products[1], back)), 0.0
     scores = tokens * keys * one.heads / tp
-    ahead = Operator("product", flops / 2, moved / 2 + HALF * scores, 2, "scores")
-    back = Operator("product", flops / 2, moved / 2 + HALF * scores, 4, "scores")
+    ahead = OperatorCost("product", flops / 2, moved / 2 + HALF * scores, 2, "scores")
+    back = OperatorCost("product", flops / 2, moved / 2 + HALF * scores, 4, "scores")
     passes = _pass(2 * scores, 3, "scores")  # scaled and masked, normalised, dropped
     return ((*products[0], ahead, passes), (*products[1], back, passes)), 4 * scores
 
@@ -197,19 +201,19 @@ def _feed(one: Decoder, at: Placement, tokens: float) -> tuple[tuple[int, int], 
     return (each * one.experts // at.ep, one.width * one.experts), works
 
 
-def _sent(one: Decoder, at: Placement, tokens: float, backward: bool) -> tuple[Sent, ...]:
+def _sent(one: Decoder, at: Placement, tokens: float, backward: bool) -> tuple[CollectiveCost, ...]:
     """Messages of a layer: Megatron's two sums, or gathers and scatters; a ring; experts."""
-    wide, found = HALF * tokens * one.width, list[Sent]()
+    wide, found = HALF * tokens * one.width, list[CollectiveCost]()
     if at.tp > 1 and at.sequence:
-        found = [Sent("all_gather", "tp", wide, 4 if backward else 2)]  # inputs once more
-        found += [Sent("reduce_scatter", "tp", wide, 2)]
+        found = [CollectiveCost("all_gather", "tp", wide, 4 if backward else 2)]  # inputs once more
+        found += [CollectiveCost("reduce_scatter", "tp", wide, 2)]
     elif at.tp > 1:
-        found = [Sent("all_reduce", "tp", wide, 2)]
+        found = [CollectiveCost("all_reduce", "tp", wide, 2)]
     if at.cp > 1:
         ring = HALF * tokens * 2 * one.narrow / at.tp * (2 if backward else 1)
-        found += [Sent("send", "cp", ring, at.cp - 1)]
+        found += [CollectiveCost("send", "cp", ring, at.cp - 1)]
     if one.experts and at.ep > 1:
-        found += [Sent("all_to_all", "ep", wide * one.top, 2)]
+        found += [CollectiveCost("all_to_all", "ep", wide * one.top, 2)]
     return tuple(found)
 
 

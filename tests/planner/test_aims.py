@@ -19,25 +19,25 @@ from schedlang.passes.planner.aims import (
     ENERGY,
     TIME,
     Aim,
-    Auction,
-    Run,
+    ChoiceSearch,
+    TrainingCost,
     energy_cost,
 )
 from schedlang.passes.planner.fabric import (
     Traffic,
+    choose_strides,
+    choose_strides_greedily,
+    link_seconds,
+    ring_strides,
     routes,
-    seconds,
-    strides,
     traffic_of,
-    wired,
-    wired_in_turn,
 )
-from schedlang.passes.planner.search import Found, search
-from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.search import SearchResult, search
+from schedlang.passes.planner.search_space import Job
 from schedlang.passes.planner.values import Placement
 from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.machine import CLUSTERS
-from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
+from schedlang.passes.simulate.node_cluster import Node, Nodes, cluster_of_nodes
 from schedlang.passes.simulate.traffic import Collective
 from tests.planner.decoders import decoder
 from tests.proofs import planned
@@ -49,7 +49,7 @@ LIMITS = Limits(pinned={"zero": (0, 1), "rows": (1, 2), "sequence": (False,)})
 
 def mixed(*nodes: Node) -> Nodes:
     """A cluster of nodes of one rank each."""
-    return of_nodes("mixed", nodes)
+    return cluster_of_nodes("mixed", nodes)
 
 
 QUICK, SLOW = (
@@ -63,22 +63,22 @@ TASK = Job(3, 12, mixed(QUICK, SLOW, SLOW), orders=("1F1B",))
 
 
 @cache
-def quickest(job: Job) -> Found:
+def quickest(job: Job) -> SearchResult:
     """What a search finds in the end."""
     *_, last = search(SMALL, job, LIMITS)
     return last
 
 
-def auction(aim: Aim, job: Job = TASK) -> Auction:
+def auction(aim: Aim, job: Job = TASK) -> ChoiceSearch:
     """All that nodes of the task can be."""
-    return Auction(SMALL, job, aim, quickest)
+    return ChoiceSearch(SMALL, job, aim, quickest)
 
 
 @pytest.mark.parametrize("aim", [COST, ENERGY, TIME])
 def test_bids_come_by_what_they_are_worth_within_the_deadline(aim: str) -> None:
     """Equal to pricing all nodes, limits and batches that there are, for deadlines between their
     times; what cannot be the best is not searched."""
-    held = list(QUICK.held) if aim == ENERGY else [QUICK]
+    held = list(QUICK.with_power_limits) if aim == ENERGY else [QUICK]
     some = [mixed(SLOW), mixed(SLOW, SLOW)]
     some += [mixed(one, *[SLOW] * k) for one in held for k in range(3)]
     if aim == TIME:
@@ -94,17 +94,17 @@ def test_bids_come_by_what_they_are_worth_within_the_deadline(aim: str) -> None:
     for deadline in (0.0, sorted(took.values())[len(took) // 2], 1e9):
         meet = sorted(t * weigh[aim](key[0]) for key, t in took.items() if t <= deadline)
         made = auction(Aim(aim, samples, deadline))
-        first = next(made.bids(), None)
-        searched = len(made.seen)
+        first = next(made.iter_evaluated(), None)
+        searched = len(made.evaluated)
         assert len(made.offers) == len(some) * len(samples)
-        assert [one.worth for one in made.bids()] == pytest.approx(meet)
+        assert [one.worth for one in made.iter_evaluated()] == pytest.approx(meet)
         assert (first is None) == (not meet)
         if first is not None:
             assert first.seconds <= deadline and searched <= len(made.offers)
             assert first.offer.job.ranks == first.offer.job.cluster.ranks
     weighed = auction(Aim(ENERGY, samples, eta=0.5))
     most = 300.0 + 2 * 350.0
-    for one in weighed.bids():
+    for one in weighed.iter_evaluated():
         nodes = one.offer.job.cluster
         assert one.worth == pytest.approx(one.seconds * (nodes.watts(nodes.ranks) + most) / 2)
 
@@ -113,7 +113,7 @@ def test_floors_lie_below_all_that_is_found() -> None:
     """No training is quicker than its operations on all ranks at full speed."""
     made = auction(Aim(ENERGY, {12: 120.0}))
     row = SMALL(Placement())
-    bids = list(made.bids())
+    bids = list(made.iter_evaluated())
     assert len(bids) == len(made.offers) == 8
     assert all(0 < one.offer.floor(row) <= one.seconds for one in bids)
 
@@ -131,9 +131,9 @@ def test_what_is_aimed_at_must_be_told() -> None:
             auction(Aim(aim, {12: 120.0}), job)
 
 
-@given(run=st.builds(Run, st.floats(1, 100), st.floats(50, 250)), eta=st.floats(0, 1))
+@given(run=st.builds(TrainingCost, st.floats(1, 100), st.floats(50, 250)), eta=st.floats(0, 1))
 @settings(max_examples=40)
-def test_energy_and_time_weigh_as_zeus_has_them(run: Run, eta: float) -> None:
+def test_energy_and_time_weigh_as_zeus_has_them(run: TrainingCost, eta: float) -> None:
     """eta of 1 is energy alone, of 0 time alone at the most watts; between them a line."""
     energy, time = energy_cost(run, 250, 1.0), energy_cost(run, 250, 0.0)
     assert (energy, time) == (run.seconds * run.watts, run.seconds * 250)
@@ -146,7 +146,7 @@ def test_energy_and_time_weigh_as_zeus_has_them(run: Run, eta: float) -> None:
 @pytest.mark.parametrize(("hosts", "count"), [(4, 2), (8, 4), (9, 6), (12, 4), (16, 8)])
 def test_strides_are_the_rings_of_totient_perms(hosts: int, count: int) -> None:
     """As many as Euler's phi says, each a ring over all hosts, no link in two of them."""
-    found = strides(hosts)
+    found = ring_strides(hosts)
     assert len(found) == count
     links = set()
     for stride in found:
@@ -174,9 +174,9 @@ def test_fabrics_of_eight_hosts_equal_brute_force(
 ) -> None:
     """No other set of strides is quicker; choosing them in turn is legal, and never better."""
     traffic = Traffic(float(reduced), messages, {(1, 5): 9.0, (0, 2, 4, 6): 7.0, (0, 1, 2): 3.0})
-    chosen, took = wired(8, degree, traffic, 2.0)
-    assert took == min(seconds(8, s, traffic, 2.0) for s in combinations(range(1, 8), degree))
-    quick, then = wired_in_turn(8, degree, traffic, 2.0)
+    chosen, took = choose_strides(8, degree, traffic, 2.0)
+    assert took == min(link_seconds(8, s, traffic, 2.0) for s in combinations(range(1, 8), degree))
+    quick, then = choose_strides_greedily(8, degree, traffic, 2.0)
     assert len(set(quick)) == degree and then >= took
     for distance, way in enumerate(routes(8, chosen)):
         assert sum(way) % 8 == distance and set(way) <= set(chosen)
@@ -185,26 +185,30 @@ def test_fabrics_of_eight_hosts_equal_brute_force(
 def test_more_rings_carry_an_all_reduce_in_less_time() -> None:
     """In closed form: 2 (n - 1) / n of the bytes, over as many links as a host has."""
     traffic = Traffic(80.0, {})
-    took = [wired(8, degree, traffic, 1.0)[1] for degree in (1, 2, 4)]
+    took = [choose_strides(8, degree, traffic, 1.0)[1] for degree in (1, 2, 4)]
     assert took == [140.0, 70.0, 35.0]
 
 
 def test_messages_load_each_link_of_their_way() -> None:
     """By hand: ways of one stride share its links, another stride takes some off them."""
     both = Traffic(0.0, {(0, 3): 4.0, (1, 2): 3.0})
-    assert seconds(8, (1,), both, 1.0) == 7.0  # the link from 1 to 2 carries both
-    assert seconds(8, (1, 3), both, 1.0) == 4.0
-    assert seconds(8, (1, 3), Traffic(8.0, both.messages), 2.0) == (7.0 + 4.0) / 2
+    assert link_seconds(8, (1,), both, 1.0) == 7.0  # the link from 1 to 2 carries both
+    assert link_seconds(8, (1, 3), both, 1.0) == 4.0
+    assert link_seconds(8, (1, 3), Traffic(8.0, both.messages), 2.0) == (7.0 + 4.0) / 2
 
 
 def test_rings_over_some_hosts_go_round_strides_of_their_own() -> None:
     """By hand: every second host by strides 2 and 6, no link of which is used by the others; hosts
     that are not as far apart all the way send round their ring as messages."""
     half = Traffic(0.0, {}, {(0, 2, 4, 6): 6.0, (1, 3, 5, 7): 4.0})
-    assert seconds(8, (1, 2), half, 1.0) == 6.0 and seconds(8, (1, 2, 6), half, 1.0) == 3.0
-    assert seconds(8, (1,), half, 1.0) == 10.0  # all links are on a way of either
-    assert seconds(8, (2, 6), half, 1.0) == math.inf  # odd hosts meet no even ones
-    assert seconds(8, (1, 7), Traffic(0.0, {}, {(0, 1, 2): 5.0}), 1.0) == 5.0  # 2 to 0 by 7 + 7
+    assert (
+        link_seconds(8, (1, 2), half, 1.0) == 6.0 and link_seconds(8, (1, 2, 6), half, 1.0) == 3.0
+    )
+    assert link_seconds(8, (1,), half, 1.0) == 10.0  # all links are on a way of either
+    assert link_seconds(8, (2, 6), half, 1.0) == math.inf  # odd hosts meet no even ones
+    assert (
+        link_seconds(8, (1, 7), Traffic(0.0, {}, {(0, 1, 2): 5.0}), 1.0) == 5.0
+    )  # 2 to 0 by 7 + 7
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from schedlang.passes.planner.price import price
-from schedlang.passes.planner.space import HALVED, ORDERS, exists
+from schedlang.passes.planner.schedule_writer import stage_units
+from schedlang.passes.planner.search_space import ORDERS, SPLIT_BACKWARD_ORDERS, has_order
 from schedlang.passes.planner.values import Placement, Setting
-from schedlang.passes.planner.write import cuts_of
 from tests.planner import models
 from tests.planner.test_profile import A100, FULL, MIXED, chain_of, exact
 
@@ -37,13 +37,17 @@ def drawn(draw: random.Random) -> tuple[Make, str, Setting]:
         sequence = tp > 1 and make is not models.mixtral and draw.random() < 0.5
         cuts = [0] * pp * chunks
         again = draw.choice(["none", "some", "all"])
-        if len(cuts) > MODELS[make] or tp * cp * dp * pp > 16 or (order in HALVED and zero):
+        if (
+            len(cuts) > MODELS[make]
+            or tp * cp * dp * pp > 16
+            or (order in SPLIT_BACKWARD_ORDERS and zero)
+        ):
             continue
-        if pp == 1 or exists(order, pp, micro, chunks):
+        if pp == 1 or has_order(order, pp, micro, chunks):
             break
     at = Placement(8, tp, sequence, cp, ep, offload)
     way, dtype = Setting(at, dp, pp, micro, order, chunks, zero), draw.choice(["", "bf16"])
-    cuts = cuts_of(chain_of(models.profiles(make, dtype), at), way)
+    cuts = stage_units(chain_of(models.profiles(make, dtype), at), way)
     some = {"none": 0, "some": 1, "all": max(cuts)}[again]
     more = tuple(min(some, cut) for cut in cuts) if some else ()
     return make, dtype, replace(way, cuts=cuts, again=more)
@@ -55,13 +59,15 @@ def off(make: Make, dtype: str, way: Setting) -> tuple[float, float]:
     recipe = MIXED if dtype else replace(FULL, master=4 * (way.dp > 1 and way.zero > 0))
     priced = price(chain_of(source, way.placement), way, A100, recipe)
     took, most, _ = exact(source, way)
-    update = 0.0 if way.placement.hosted else priced.parts["optimizer"]
+    update = 0.0 if way.placement.offloads_optimizer else priced.parts["optimizer"]
     return (priced.seconds - update) / took - 1, priced.peak / most - 1
 
 
 def allowed(way: Setting) -> tuple[float, float]:
     """How far off a price may be, of its time and of its fullest rank."""
-    if way.placement.parked:  # small storages stay, and copies are laid beside units, one by one
+    if (
+        way.placement.offloads_activations
+    ):  # small storages stay, and copies are laid beside units, one by one
         return 0.2, 0.3
     return 0.1, 0.15 if way.zero > 2 and way.chunks > 1 else 0.1  # two units are counted whole
 

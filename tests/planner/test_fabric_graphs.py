@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.passes.planner.fabric import Traffic, seconds, wired
+from schedlang.passes.planner.fabric import Traffic, choose_strides, link_seconds
 
 HOSTS, DEGREE = 6, 2
 Link = tuple[int, int]
@@ -45,8 +45,8 @@ class Graph:
         """Seconds of the fullest link of one byte a second, with the best rings of each group; all
         else as `fabric.seconds` deals traffic out."""
         sizes = {**traffic.rings}
-        if traffic.reduced:
-            sizes[ALL] = sizes.get(ALL, 0.0) + 2 * (HOSTS - 1) / HOSTS * traffic.reduced
+        if traffic.all_reduced:
+            sizes[ALL] = sizes.get(ALL, 0.0) + 2 * (HOSTS - 1) / HOSTS * traffic.all_reduced
         every = product(*(self.rings[group] for group in sizes))
         return min(self._seconds(traffic, sizes, dict(zip(sizes, rings))) for rings in every)
 
@@ -135,9 +135,9 @@ def test_strides_are_priced_as_other_graphs_are(messages: dict[Link, float], red
         graph, alone = known(strided(*chosen)), Traffic(0.0, messages)
         if graph is None:
             continue
-        assert graph.seconds(alone) == seconds(HOSTS, chosen, alone, 1.0)
+        assert graph.seconds(alone) == link_seconds(HOSTS, chosen, alone, 1.0)
         both = Traffic(float(reduced), messages, HALVES)
-        assert graph.seconds(both) <= seconds(HOSTS, chosen, both, 1.0) * (1 + 1e-9)
+        assert graph.seconds(both) <= link_seconds(HOSTS, chosen, both, 1.0) * (1 + 1e-9)
 
 
 SENT = [
@@ -161,4 +161,4 @@ def test_no_graph_is_quicker_for_what_plans_send() -> None:
     graphs = [one for one in map(known, every) if one is not None]
     for traffic, share in SENT:
         least = min(graph.seconds(traffic) for graph in graphs)
-        assert wired(HOSTS, DEGREE, traffic, 1.0)[1] == pytest.approx(share * least)
+        assert choose_strides(HOSTS, DEGREE, traffic, 1.0)[1] == pytest.approx(share * least)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.planner.operators.asked import Asked
-from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.placements import Placed
-from schedlang.passes.planner.operators.rows import Chosen, chosen
+from schedlang.passes.planner.operators.layout_requests import LayoutRequest
+from schedlang.passes.planner.operators.layout_rows import AxisLayout, find_axis_layout
+from schedlang.passes.planner.operators.operator_graph import build_graph
+from schedlang.passes.planner.operators.placements import AxisPlacement
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.simulate.account import account
 from tests import models, small_models
@@ -36,12 +36,12 @@ class Only:
         return (op == self.op) * (1.0 if self.often else size)
 
 
-def counted(one: Chosen) -> dict[str, tuple[float, float]]:
+def counted(one: AxisLayout) -> dict[str, tuple[float, float]]:
     """The solver's collectives of one step: how often, and bytes."""
     found = {}
     for op in OPS:
         costs = (replace(one.placed.asked, costs=Only(op, often)) for often in (True, False))
-        problems = (Placed(one.placed.graph, asked).problem for asked in costs)
+        problems = (AxisPlacement(one.placed.graph, asked).problem for asked in costs)
         often, size = (problem.cost(one.solution.choice)[0] for problem in problems)
         if size:
             found[op] = often, size
@@ -77,7 +77,9 @@ def test_the_solver_counts_what_its_rows_send(make: Any, asked: dict[str, Any]) 
     """Bytes but for padding; and how often, where single parameters are not sent for themselves."""
     model, asked = make(), dict(asked)
     trial = trial_of(model, models.tokens(8))
-    one = chosen(trial, graph_of(trial), "tp", Asked(2, asked.pop("costs", Slow()), **asked))
+    one = find_axis_layout(
+        trial, build_graph(trial), "tp", LayoutRequest(2, asked.pop("costs", Slow()), **asked)
+    )
     assert one is not None
     told, (times, size) = counted(one), sent(model, schedule(trial, one))
     assert set(told) == set(size)

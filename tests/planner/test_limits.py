@@ -13,12 +13,17 @@ from schedlang.ir.limits import AXES, Limits
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.planner import space
-from schedlang.passes.planner.limits import asked, kept, limits_of, told
-from schedlang.passes.planner.reasons import slower
-from schedlang.passes.planner.search import search, why
-from schedlang.passes.planner.space import Job
-from schedlang.passes.planner.values import Chain, Placement, Priced
+from schedlang.passes.planner import search_space
+from schedlang.passes.planner.limits import (
+    parse_limits,
+    parse_question,
+    satisfies_limits,
+    setting_values,
+)
+from schedlang.passes.planner.reasons import describe_slowdown
+from schedlang.passes.planner.search import explain_rejection, search
+from schedlang.passes.planner.search_space import Job
+from schedlang.passes.planner.values import Chain, Placement, Price
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.schedules import ORDERS
 from tests.planner.decoders import decoder
@@ -29,14 +34,14 @@ JOB = Job(8, 32, replace(CLUSTERS["a100"], memory=4 * 2**30))
 
 def test_limits_are_read():
     """Options become limits, with names of orders as the catalogue has them."""
-    limits = limits_of(
+    limits = parse_limits(
         ["tp=2,4", "order=interleaved", "sequence=true", "zero=0"], ["pp=8", "pp=4"], ["dp=2"]
     )
     assert limits.pinned["tp"] == (2, 4) and limits.pinned["order"] == ("Interleaved1F1B",)
     assert limits.pinned["sequence"] == (True,) and limits.forbidden["pp"] == (8, 4)
     assert limits.admits("dp", 2) and not limits.admits("dp", 1) and not limits.admits("pp", 4)
     assert limits.text().startswith("tp = 2 or 4, order = Interleaved1F1B, sequence = true")
-    assert asked("tp=4 again=none") == limits_of(["tp=4", "again=none"])
+    assert parse_question("tp=4 again=none") == parse_limits(["tp=4", "again=none"])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,7 @@ def test_limits_are_read():
 def test_what_is_no_limit_is_refused(given, code, says):
     """A mistaken option is refused with its code and what would be legal."""
     with pytest.raises(Refusal) as caught:
-        limits_of(**given)
+        parse_limits(**given)
     told = caught.value.diagnostics[0]
     assert told.code == code
     assert says in " ".join([told.title, *told.notes, *told.helps])
@@ -77,19 +82,19 @@ def test_a_schedule_binds_a_search():
         "search at least dp = t // 2",
         "search pin sequence = true",
     )
-    assert limits == limits_of(["tp=4,2", "sequence=true"], ["order=GPipe,1F1B"], ["dp=2"])
+    assert limits == parse_limits(["tp=4,2", "sequence=true"], ["order=GPipe,1F1B"], ["dp=2"])
 
 
 def test_axes_that_are_named_lie_so_among_the_others():
     """A pin of some axes admits all orders in which they do; several bind together."""
     limits = expanded('search pin axes = "pp-dp"', 'search pin axes = "tp-cp"')
-    assert limits == limits_of(["axes=pp-dp", "axes=tp-cp"])
+    assert limits == parse_limits(["axes=pp-dp", "axes=tp-cp"])
     admitted = {
         order for order in map("-".join, permutations(AXES)) if limits.admits("axes", order)
     }
     assert {"pp-dp-tp-cp", "tp-pp-cp-dp"} < admitted and len(admitted) == 6
-    assert not limits_of([], ["axes=pp-dp"]).admits("axes", "cp-pp-tp-dp")
-    assert limits_of(["axes=pp-dp"]).text() == "axes = pp-dp"
+    assert not parse_limits([], ["axes=pp-dp"]).admits("axes", "cp-pp-tp-dp")
+    assert parse_limits(["axes=pp-dp"]).text() == "axes = pp-dp"
 
 
 @pytest.mark.parametrize(
@@ -118,20 +123,20 @@ def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
 @pytest.mark.parametrize(
     "limits",
     [
-        limits_of(["tp=4"]),
-        limits_of(["order=GPipe", "pp=2"]),
-        limits_of(["again=all"]),
-        limits_of(["again=some", "pp=2"]),
-        limits_of(["cp=2", "chunks=2"]),
-        limits_of([], ["zero=1,2,3", "tp=1"], ["pp=2", "rows=2"]),
-        limits_of(["order=BFS", "chunks=2"]),
+        parse_limits(["tp=4"]),
+        parse_limits(["order=GPipe", "pp=2"]),
+        parse_limits(["again=all"]),
+        parse_limits(["again=some", "pp=2"]),
+        parse_limits(["cp=2", "chunks=2"]),
+        parse_limits([], ["zero=1,2,3", "tp=1"], ["pp=2", "rows=2"]),
+        parse_limits(["order=BFS", "chunks=2"]),
     ],
     ids=Limits.text,
 )
 def test_limits_bind(limits):
     """The best under limits keeps them and is not better than the free one."""
     *_, found = search(PROFILES, replace(JOB, length=1024), limits)
-    assert found.best is not None and kept(limits, found.best.setting)
+    assert found.best is not None and satisfies_limits(limits, found.best.setting)
     *_, free = search(PROFILES, JOB)
     assert free.best.least <= found.best.least
 
@@ -139,37 +144,40 @@ def test_limits_bind(limits):
 def test_why_prices_what_is_asked_about():
     """A question is answered by a price and a reason, or why there is none."""
     *_, best = search(PROFILES, JOB)
-    slow = why(PROFILES, JOB, asked("tp=8"), best)
-    assert slow.kind == "tp = 8" and told(slow.filled.setting)["tp"] == 8
+    slow = explain_rejection(PROFILES, JOB, parse_question("tp=8"), best)
+    assert slow.kind == "tp = 8" and setting_values(slow.filled.setting)["tp"] == 8
     assert slow.reason.endswith(" s more") and "% slower: " in slow.reason
-    large = why(
-        PROFILES, replace(JOB, cluster=replace(JOB.cluster, memory=2**28)), asked("tp=1"), best
+    large = explain_rejection(
+        PROFILES,
+        replace(JOB, cluster=replace(JOB.cluster, memory=2**28)),
+        parse_question("tp=1"),
+        best,
     )
     assert large.reason.startswith("needs ") and large.reason.endswith(" of 256 MiB")
-    none = why(PROFILES, JOB, asked("pp=3"), best)
+    none = explain_rejection(PROFILES, JOB, parse_question("pp=3"), best)
     assert none.reason == "there is no such setting"
 
 
 def test_reasons_compare_parts():
     """The cause told is the part of a step that grew most."""
-    best = Priced(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
-    assert slower(best, Priced(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
+    best = Price(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
+    assert describe_slowdown(best, Price(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
         "12.0% slower: tp sends 0.8 s more"
     )
-    assert slower(best, Priced(30.0, (1.0,), {"computing": 8.0, "idle": 22.0})) == (
+    assert describe_slowdown(best, Price(30.0, (1.0,), {"computing": 8.0, "idle": 22.0})) == (
         "200% slower: waits in the pipeline 22 s more"
     )
-    assert slower(best, best) == "as quick"
+    assert describe_slowdown(best, best) == "as quick"
 
 
 def test_rejected_are_of_other_kinds_and_not_better():
     """What was rejected differs as it says, and is slower or too large."""
     *_, found = search(PROFILES, JOB)
-    mine = told(found.best.setting)
+    mine = setting_values(found.best.setting)
     assert len(found.rejected) >= 3
     for one in found.rejected:
         name, value = one.kind.split(" = ")
-        assert str(told(one.filled.setting)[name]).lower() == value.lower()
+        assert str(setting_values(one.filled.setting)[name]).lower() == value.lower()
         assert str(mine[name]).lower() != value.lower()
         assert one.filled.priced is None or one.filled.least >= found.best.least
 
@@ -177,16 +185,16 @@ def test_rejected_are_of_other_kinds_and_not_better():
 def test_an_order_without_a_price_is_refused():
     """A pinned order that has no price is refused before the search begins."""
     with pytest.raises(Refusal) as caught:
-        search(PROFILES, JOB, asked("order=Chimera"))
+        search(PROFILES, JOB, parse_question("order=Chimera"))
     found = caught.value.diagnostics[0]
     assert found.code == "S109" and "does not price `Chimera`" in found.title
-    every = {one.name: asked(f"order={one.name}") for one in ORDERS if not one.searched}
+    every = {one.name: parse_question(f"order={one.name}") for one in ORDERS if not one.searched}
     for name, limits in every.items():
         try:
             *_, last = search(PROFILES, JOB, limits, moves=0)
             assert last.best is None or last.best.setting.order == name
         except Refusal:
-            assert name not in space.ORDERS
+            assert name not in search_space.ORDERS
 
 
 def test_placements_that_the_model_refuses_are_told():

@@ -18,16 +18,34 @@ from schedlang.ir.model import ModelFacts
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.syntax import parse
-from schedlang.passes.complete.proposal import Trial, statements
+from schedlang.passes.complete.proposed_rows import RowTrial, fold_statements
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked
-from schedlang.passes.planner.operators.given import given_of
-from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
-from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.rows import Chosen, alone, chosen, inserted, layouts
-from schedlang.passes.planner.operators.solve import solve
-from schedlang.passes.planner.operators.walked import Repriced, walked
+from schedlang.passes.planner.operators.fixed_rows import fixed_rows_of
+from schedlang.passes.planner.operators.layout_requests import (
+    ENTERED,
+    PARTIAL,
+    UNSPLIT,
+    LayoutRequest,
+)
+from schedlang.passes.planner.operators.layout_rows import (
+    AxisLayout,
+    find_axis_layout,
+    find_legal_layouts,
+    insert_rows,
+    layout_schedule,
+)
+from schedlang.passes.planner.operators.layout_walk import IncrementalCost, solve_by_walk
+from schedlang.passes.planner.operators.operator_graph import build_graph
+from schedlang.passes.planner.operators.paper_planners import (
+    PLANNERS,
+    axis_requests,
+    combine_requests,
+    find_best_layout,
+    find_layout,
+    splittable_dims,
+)
+from schedlang.passes.planner.operators.placements import AxisPlacement, MeshPlacement
+from schedlang.passes.planner.operators.solver import solve
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.reduce_model.blocks import blocks_of
 from tests import models, small_models
@@ -49,29 +67,29 @@ class Slow:
         return self.fixed + size * self.sent * (2 if op == "all_reduce" else 1)
 
 
-def trial_of(model: nn.Module, batch: dict[str, Tensor], loss: Any = None) -> Trial:
+def trial_of(model: nn.Module, batch: dict[str, Tensor], loss: Any = None) -> RowTrial:
     facts = ModelFacts(model)
-    return Trial(facts, blocks_of(facts), batch, loss)
+    return RowTrial(facts, blocks_of(facts), batch, loss)
 
 
-def found(model: nn.Module, batch: dict[str, Tensor], **more: Any) -> tuple[Trial, Chosen]:
+def found(model: nn.Module, batch: dict[str, Tensor], **more: Any) -> tuple[RowTrial, AxisLayout]:
     trial = trial_of(model, batch)
-    asked = Asked(2, more.pop("costs", Slow()), **more)
-    one = chosen(trial, graph_of(trial), "tp", asked)
+    asked = LayoutRequest(2, more.pop("costs", Slow()), **more)
+    one = find_axis_layout(trial, build_graph(trial), "tp", asked)
     assert one is not None
     return trial, one
 
 
-def calls(one: Chosen) -> dict[str, str]:
+def calls(one: AxisLayout) -> dict[str, str]:
     """The rows by the names of modules."""
     return {name: printer.expr(row.call) for row in one.rows for name in row.names}
 
 
-def schedule(trial: Trial, one: Chosen) -> str:
+def schedule(trial: RowTrial, one: AxisLayout) -> str:
     """The rows as text, as a file would have them."""
     named = [row for row in one.rows if row.names]
-    whole = (row.at() for row in one.rows if not row.names)
-    return rows_text((*statements(named, trial.all), *whole))
+    whole = (row.at_paths() for row in one.rows if not row.names)
+    return rows_text((*fold_statements(named, trial.full_blocks), *whole))
 
 
 def rows_text(rows: Sequence[n.Stmt]) -> str:
@@ -89,7 +107,7 @@ def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
     assert rows["transformer.h.*.mlp.c_fc"] == "shard(col, over=tp)"
     assert rows["transformer.h.*.mlp.c_proj"] == "shard(row, over=tp)"
     assert rows["transformer.wte"] == rows["lm_head"] == "shard(vocab, over=tp)"
-    written = alone("GPT2LMHeadModel", {"tp": 2}, [one], trial).text
+    written = layout_schedule("GPT2LMHeadModel", {"tp": 2}, [one], trial).text
     assert "pad(vocab, multiple=2)" in written and "at transformer.h.* {" in written
     proven(threads, planned(model, schedule(trial, one), "tp=2"), [models.tokens(6)])
 
@@ -150,8 +168,8 @@ def test_what_a_schedule_says_is_a_fixed_point(
     """Rows stay as they are, what they ask for follows, and nothing else where it does not pay."""
     model = models.llama(layers=2)
     trial = trial_of(model, models.tokens(8))
-    given = given_of(planned(model, written, "tp=2"), trial.all)
-    made = layouts(trial, {"tp": Asked(2, Slow(fixed=1e6))}, given=given)
+    given = fixed_rows_of(planned(model, written, "tp=2"), trial.full_blocks)
+    made = find_legal_layouts(trial, {"tp": LayoutRequest(2, Slow(fixed=1e6))}, given=given)
     assert made is not None
     found = {name.rpartition(".")[2]: one for name, one in calls(made[0]).items()}
     assert found == {name: f"shard({style}, over=tp)" for name, style in more.items()}
@@ -165,8 +183,11 @@ def test_half_of_a_plan_is_completed_to_the_whole() -> None:
     trial, one = found(model, models.tokens(8), costs=costs)
     for keeps in ("mlp", "nothing"):
         half = [row for row in one.rows if keeps not in row.names[0]]
-        given = given_of(planned(model, rows_text(statements(half, trial.all)), "tp=2"), trial.all)
-        made = layouts(trial, {"tp": Asked(2, costs)}, given=given)
+        given = fixed_rows_of(
+            planned(model, rows_text(fold_statements(half, trial.full_blocks)), "tp=2"),
+            trial.full_blocks,
+        )
+        made = find_legal_layouts(trial, {"tp": LayoutRequest(2, costs)}, given=given)
         assert made and set(made[0].rows) == set(one.rows) - set(half)
         assert made[0].seconds == one.seconds
 
@@ -176,17 +197,19 @@ def test_a_weight_of_two_modules_is_whole_in_both_or_in_none() -> None:
     model = models.gpt2(layers=2)
     rows = calls(found(model, models.tokens(8), costs=Slow(1.0))[1])
     assert "input" not in rows.get("lm_head", "") and "input" not in rows.get("transformer.wte", "")
-    graph = graph_of(trial_of(model, models.tokens(8)))
-    placed = Placed(graph, Asked(2, Slow(1.0)))
+    graph = build_graph(trial_of(model, models.tokens(8)))
+    placed = AxisPlacement(graph, LayoutRequest(2, Slow(1.0)))
     edges = [edge for edge in graph.edges if edge.value == "transformer.wte.weight"]
-    assert [placed.crossing(edge, WHOLE, ENTERED) for edge in edges] == [math.inf] * 2
+    assert [placed.redistribution_seconds(edge, UNSPLIT, ENTERED) for edge in edges] == [
+        math.inf
+    ] * 2
 
 
 def test_an_axis_that_would_be_idle_splits_what_costs_least() -> None:
     """Of all modules the one that is the best to split, since a mesh has its ranks."""
     trial, one = found(Pair(), X, costs=Slow(fixed=1e9))
     graph, tried = one.placed.graph, []
-    placed = Placed(graph, Asked(2, Slow(fixed=1e9)))
+    placed = AxisPlacement(graph, LayoutRequest(2, Slow(fixed=1e9)))
     for at, node in enumerate(graph.nodes):
         if node.step.module:
             problem, seconds = placed.problem, list(placed.problem.seconds)
@@ -200,29 +223,35 @@ def test_rows_begin_the_first_step_though_it_is_empty() -> None:
     """What is written is what is planned, and comments stay where they were."""
     trial, one = found(Pair(), X, costs=Slow(fixed=1e9))
     begun = 'schedule 1\nmesh(tp=2)  # two\nstep "a" {}\n# the end\n'
-    made = inserted(Source("x.sched", begun), [one], trial)
+    made = insert_rows(Source("x.sched", begun), [one], trial)
     first = made.items[1]
-    assert isinstance(first, n.Step) and first.block.body == statements(one.rows, trial.all)
+    assert isinstance(first, n.Step) and first.block.body == fold_statements(
+        one.rows, trial.full_blocks
+    )
     assert "mesh(tp=2)  # two\n" in made.text and made.text.endswith("}\n# the end\n")
     assert expand(made, trial.facts).plan == expand(parse(made.span.source), trial.facts).plan
 
 
 def test_parameters_lie_in_slices_where_memory_binds() -> None:
     """Split by rows, ZeRO's third stage fits where the first does not."""
-    graph = graph_of(trial_of(models.gpt2(), models.tokens(8)))
+    graph = build_graph(trial_of(models.gpt2(), models.tokens(8)))
     stages = {
-        stage: solve(Placed(graph, Asked(2, Slow(), mode="rows", zero=stage)).problem)
+        stage: solve(
+            AxisPlacement(graph, LayoutRequest(2, Slow(), mode="rows", zero=stage)).problem
+        )
         for stage in (0, 1, 3)
     }
     whole, first, third = (stages[stage] for stage in (0, 1, 3))
     assert whole and first and third
     assert whole.bytes > first.bytes > third.bytes
     assert whole.seconds > first.seconds < third.seconds  # each updates its slice
-    asked = Asked(2, Slow(), mode="rows", zero=3, kept=False)
-    over = laid(graph, [asked])
+    asked = LayoutRequest(2, Slow(), mode="rows", zero=3, counts_saved=False)
+    over = find_layout(graph, [asked])
     assert over is not None  # a second axis that splits nothing holds the slices of the first
     whole_ones = dict.fromkeys(over.joint.parameters, -1)
-    again = laid(graph, [replace(asked, mode="tensors", pins=whole_ones)], done=over.only())
+    again = find_layout(
+        graph, [replace(asked, mode="tensors", pins=whole_ones)], done=over.decided_axes()
+    )
     assert again is not None and again.solution.bytes == over.solution.bytes
 
 
@@ -244,7 +273,7 @@ def test_convolutions_are_split_along_places(threads: Threads) -> None:
     torch.manual_seed(0)
     model, batch = Pictures(), {"x": torch.randn(4, 2, 32, 32)}
     trial = trial_of(model, batch, square)
-    one = chosen(trial, graph_of(trial), "sp", Asked(2, Slow(1.0)))
+    one = find_axis_layout(trial, build_graph(trial), "sp", LayoutRequest(2, Slow(1.0)))
     assert one is not None
     assert calls(one) == {
         "a": "shard(input=S(2), output=S(2), over=sp)",
@@ -256,7 +285,9 @@ def test_convolutions_are_split_along_places(threads: Threads) -> None:
 def test_experts_lie_on_ranks_that_split_the_rows() -> None:
     """Rows are sent to their experts, and all else is as data parallelism has it."""
     trial = trial_of(small_models.mixtral(2), models.tokens(8))
-    one = chosen(trial, graph_of(trial), "ep", Asked(2, Slow(), mode="rows", zero=1))
+    one = find_axis_layout(
+        trial, build_graph(trial), "ep", LayoutRequest(2, Slow(), mode="rows", zero=1)
+    )
     assert one is not None
     assert [str(row) for row in one.rows] == [
         "model.layers.*.mlp.experts  expert_parallel(over=ep)",
@@ -294,9 +325,9 @@ def test_layouts_of_many_models_compute_the_same(
 def test_two_axes_of_a_gpt2(threads: Threads) -> None:
     """Rows over one axis, tensors over the other: as one schedule it computes the same."""
     model = models.gpt2(layers=2)
-    asked = Asked(2, Slow())
+    asked = LayoutRequest(2, Slow())
     trial = trial_of(model, models.tokens(8))
-    found = layouts(trial, {"dp": asked, "tp": asked})
+    found = find_legal_layouts(trial, {"dp": asked, "tp": asked})
     assert found is not None
     inner = sorted(found, key=lambda one: one.placed.asked.mode, reverse=True)
     assert [one.placed.asked.mode for one in inner] == ["tensors", "rows"]
@@ -340,7 +371,7 @@ IDS = {"ids": torch.zeros(2, 4, dtype=torch.long)}
 SMALL = [(Pair(), X), (Pair(False), X), (Looked(), IDS), (Gated(), X)]
 
 
-def cheapest(placed: Placed | Joint, limit: float) -> float:
+def cheapest(placed: AxisPlacement | MeshPlacement, limit: float) -> float:
     """The least seconds of all choices of nodes and parameters that fit; values by their best."""
     problem, nodes = placed.problem, len(placed.graph.nodes)
     own = nodes + len(placed.parameters)
@@ -375,44 +406,47 @@ def test_equals_every_choice_on_recorded_graphs(
     model: nn.Module, batch: dict[str, Tensor], sent: float, fixed: float
 ) -> None:
     """Freely, and under a limit of bytes, of tensors and of rows."""
-    graph = graph_of(trial_of(model, batch))
+    graph = build_graph(trial_of(model, batch))
     assert len(graph.nodes) <= 8
     for mode in ("tensors", "rows"):
-        placed = Placed(graph, Asked(2, Slow(sent, fixed), mode=mode))
+        placed = AxisPlacement(graph, LayoutRequest(2, Slow(sent, fixed), mode=mode))
         free = solve(placed.problem)
         assert free is not None and math.isclose(free.seconds, cheapest(placed, math.inf))
         limit = free.bytes * 0.8
         tight, known = solve(placed.problem, limit), cheapest(placed, limit)
         assert math.isclose(tight.seconds if tight else math.inf, known)
         for most, best_ in ((math.inf, free), (limit, tight)):
-            walk = walked(placed.problem, most)
+            walk = solve_by_walk(placed.problem, most)
             assert (walk and walk.seconds) == (best_ and best_.seconds)
 
 
 def test_an_axis_sends_what_the_others_leave_of_a_value() -> None:
     """Half as much where another axis splits it; where both move, the smaller is sent first."""
-    graph = graph_of(trial_of(Pair(), X))
+    graph = build_graph(trial_of(Pair(), X))
     sent, ranks = Slow(1.0), 2
-    several = Asked(ranks, sent, mode="rows"), Asked(ranks, sent)
-    joint = Joint(tuple(Placed(graph, one) for one in several))
+    several = LayoutRequest(ranks, sent, mode="rows"), LayoutRequest(ranks, sent)
+    joint = MeshPlacement(tuple(AxisPlacement(graph, one) for one in several))
     edge = next(e for e in graph.edges if e.source[0] >= 0 and graph.nodes[e.source[0]].step.module)
-    summed = joint.parts[1].crossing(edge, SUM, WHOLE)
-    assert summed > 0 and joint.crossing(edge, (WHOLE, SUM), (WHOLE, WHOLE)) == summed
-    assert joint.crossing(edge, (0, SUM), (0, WHOLE)) == summed / ranks
-    both = Joint(tuple(Placed(graph, Asked(ranks, sent)) for _ in several))
-    whole = both.parts[0].crossing(edge, 2, WHOLE)
-    assert both.crossing(edge, (2, 2), (WHOLE, WHOLE)) == whole / ranks + whole
+    summed = joint.axes[1].redistribution_seconds(edge, PARTIAL, UNSPLIT)
+    assert (
+        summed > 0
+        and joint.redistribution_seconds(edge, (UNSPLIT, PARTIAL), (UNSPLIT, UNSPLIT)) == summed
+    )
+    assert joint.redistribution_seconds(edge, (0, PARTIAL), (0, UNSPLIT)) == summed / ranks
+    both = MeshPlacement(tuple(AxisPlacement(graph, LayoutRequest(ranks, sent)) for _ in several))
+    whole = both.axes[0].redistribution_seconds(edge, 2, UNSPLIT)
+    assert both.redistribution_seconds(edge, (2, 2), (UNSPLIT, UNSPLIT)) == whole / ranks + whole
 
 
 def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
     """The graph is as large, and every further layer takes as many seconds."""
-    few, many = (graph_of(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
+    few, many = (build_graph(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
     assert len(few.nodes) == len(many.nodes) and len(few.edges) == len(many.edges)
     assert {edge.count for edge in few.edges} == {1, 3, 4}  # between blocks one time less
     assert {edge.count for edge in many.edges} == {1, 11, 12}
-    costs = [solve(Placed(graph, Asked(2, Slow())).problem) for graph in (few, many)]
-    longer = graph_of(trial_of(models.llama(layers=20), models.tokens(8)))
-    third = solve(Placed(longer, Asked(2, Slow())).problem)
+    costs = [solve(AxisPlacement(graph, LayoutRequest(2, Slow())).problem) for graph in (few, many)]
+    longer = build_graph(trial_of(models.llama(layers=20), models.tokens(8)))
+    third = solve(AxisPlacement(longer, LayoutRequest(2, Slow())).problem)
     assert costs[0] and costs[1] and third
     step = costs[1].seconds - costs[0].seconds
     assert math.isclose(third.seconds, costs[1].seconds + step, rel_tol=1e-9)
@@ -420,20 +454,24 @@ def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
 
 def test_planners_of_the_literature_are_settings() -> None:
     """One name of dims is never better than every operator by itself; two axes go on from one."""
-    graph = graph_of(trial_of(models.gpt2(), models.tokens(8)))
-    asked = Asked(2, Slow())
+    graph = build_graph(trial_of(models.gpt2(), models.tokens(8)))
+    asked = LayoutRequest(2, Slow())
     both = (PLANNERS[name] for name in ("Alpa", "Mesh-TensorFlow"))
     mine, named = (one.search(graph, [asked], math.inf) for one in both)
     assert mine and named and mine.seconds <= named.seconds
-    tried = [laid(graph, [replace(asked, name=n)]) for n in names(graph) if n not in graph.rows]
-    tried.append(laid(graph, [replace(asked, mode="rows")]))
+    tried = [
+        find_layout(graph, [replace(asked, name=n)])
+        for n in splittable_dims(graph)
+        if n not in graph.row_dims
+    ]
+    tried.append(find_layout(graph, [replace(asked, mode="rows")]))
     assert named.seconds == min(one.seconds for one in tried if one)
     two = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
-    assert two and two.joint.parts[0].options == mine.only()[0].options
+    assert two and two.joint.axes[0].options == mine.decided_axes()[0].options
     walk = PLANNERS["FlexFlow"].search(graph, [asked], math.inf)
     assert walk and walk.seconds == mine.seconds  # rows are split
-    solved, walk = (laid(graph, [asked], solver=one) for one in (solve, walked))
-    begun = Repriced(solved.problem, [0] * len(solved.problem.seconds)) if solved else None
+    solved, walk = (find_layout(graph, [asked], solver=one) for one in (solve, solve_by_walk))
+    begun = IncrementalCost(solved.problem, [0] * len(solved.problem.seconds)) if solved else None
     assert walk and solved and begun and walk.seconds == solved.seconds < 0.6 * begun.seconds
 
 
@@ -443,20 +481,22 @@ def test_two_axes_equal_every_choice_and_one_after_the_other_is_not_better(
     model: nn.Module, batch: dict[str, Tensor], sent: float, fixed: float
 ) -> None:
     """At once, and the second for what the first has left; with a limit of bytes and without."""
-    graph = graph_of(trial_of(model, batch))
-    axes = [Asked(2, Slow(sent, fixed)), Asked(2, Slow(2 * sent, fixed), stride=2)]
-    both, tofu = best(graph, axes), PLANNERS["Tofu"].search(graph, axes, math.inf)
+    graph = build_graph(trial_of(model, batch))
+    axes = [LayoutRequest(2, Slow(sent, fixed)), LayoutRequest(2, Slow(2 * sent, fixed), stride=2)]
+    both, tofu = find_best_layout(graph, axes), PLANNERS["Tofu"].search(graph, axes, math.inf)
     assert both is not None and tofu is not None and both.seconds <= tofu.seconds
-    for several in modes([menu(one) for one in axes]):
-        joint = Joint(tuple(Placed(graph, one) for one in several))
+    for several in combine_requests([axis_requests(one) for one in axes]):
+        joint = MeshPlacement(tuple(AxisPlacement(graph, one) for one in several))
         nodes = len(graph.nodes) + len(joint.parameters)
         if math.prod(map(len, joint.problem.seconds[:nodes])) > MOST:
             continue
         for limit in (math.inf, both.solution.bytes * 0.8):
             found, known = solve(joint.problem, limit), cheapest(joint, limit)
             assert math.isclose(found.seconds if found else math.inf, known)
-    first = tofu.joint.parts[:1]
+    first = tofu.joint.axes[:1]
     rows = first[0].asked.mode == "rows"
-    left = menu(axes[1])[: 1 if rows else None]
-    least = min(cheapest(Joint((*first, Placed(graph, one))), math.inf) for one in left)
+    left = axis_requests(axes[1])[: 1 if rows else None]
+    least = min(
+        cheapest(MeshPlacement((*first, AxisPlacement(graph, one))), math.inf) for one in left
+    )
     assert math.isclose(tofu.seconds, least)

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.passes.planner.operators import solve as solver
-from schedlang.passes.planner.operators.solve import Problem, solve
+from schedlang.passes.planner.operators import solver as solver
+from schedlang.passes.planner.operators.solver import Problem, solve
 
 MOST = 8  # operators
 
@@ -78,10 +78,10 @@ def test_equals_every_choice_under_a_limit(problem: Problem, share: float) -> No
 @settings(max_examples=30, deadline=None)
 def test_fixes_a_variable_where_a_table_would_be_too_large(problem: Problem) -> None:
     """The least is found through small tables, too."""
-    best, large = tried(problem), solver.LARGE
+    best, large = tried(problem), solver.MAX_CELLS
     try:
-        solver.LARGE = 9
+        solver.MAX_CELLS = 9
         found = solve(problem)
     finally:
-        solver.LARGE = large
+        solver.MAX_CELLS = large
     assert (found.seconds if found else None) == (best[0] if best else None)

@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.passes.partition.programme import (
+from schedlang.passes.partition.stage_partition import (
     OBJECTIVES,
     PHASES,
     PIVOT,
     ROUNDS,
     SLOWEST,
     SUM,
-    Cut,
     Menu,
     Objective,
-    Problem,
-    Way,
-    ceilings,
-    cut,
-    partition,
+    PartitionProblem,
+    StageOption,
+    StagePartition,
+    find_by_ceilings,
+    find_partition,
+    partition_units,
 )
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind
 
 TIMES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8)
@@ -41,7 +41,10 @@ def parts(total: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def value(
-    problem: Problem, objective: Objective, units: tuple[int, ...], devices: tuple[int, ...]
+    problem: PartitionProblem,
+    objective: Objective,
+    units: tuple[int, ...],
+    devices: tuple[int, ...],
 ) -> float:
     """The least value of these stages, over all ways of each."""
     ends, at = [0], [0]
@@ -50,7 +53,7 @@ def value(
         at.append(at[-1] + count)
     stages = len(units)
     menus = [
-        list(problem.ways(ends[s], ends[s + 1], range(at[s], at[s + 1]), stages - 1 - s))
+        list(problem.fitting_options(ends[s], ends[s + 1], range(at[s], at[s + 1]), stages - 1 - s))
         for s in range(stages)
     ]
     best = math.inf
@@ -65,7 +68,7 @@ def value(
     return best
 
 
-def forced(problem: Problem, objective: Objective) -> float:
+def forced(problem: PartitionProblem, objective: Objective) -> float:
     """The least value of all stages, one after the other."""
     most = min(problem.units, problem.devices)
     counts = (problem.stages,) if problem.stages else range(1, most + 1)
@@ -79,7 +82,7 @@ def forced(problem: Problem, objective: Objective) -> float:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> PartitionProblem:
     """Chains whose stages may take several devices, and may be computed again."""
     times = draw(TIMES)
     count = len(times)
@@ -89,16 +92,16 @@ def problems(draw: st.DrawFn) -> Problem:
     memory = draw(st.sampled_from([math.inf, 40, 20, 10]))
     menus = draw(st.booleans())
 
-    def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
+    def menu(first: int, last: int, some: range, after: int) -> Iterator[StageOption]:
         ahead, back = (sum(side[first:last]) for side in zip(*times, strict=True))
         state, acts, size = sum(held[first:last]), sum(kept[first:last]), len(some)
         sync = state * (size - 1) / size
-        yield Way(ahead / size, back / size, sync, state, acts / size)
+        yield StageOption(ahead / size, back / size, sync, state, acts / size)
         if menus:
-            yield Way(ahead / size, (ahead + back) / size, sync, state, kept[first] / size)
+            yield StageOption(ahead / size, (ahead + back) / size, sync, state, kept[first] / size)
 
     sizes = draw(st.sampled_from([(1,), (1, 2), (1, 2, 3, 4)]))
-    return Problem(
+    return PartitionProblem(
         count,
         menu,
         draw(st.integers(1, 6)),
@@ -112,13 +115,15 @@ def problems(draw: st.DrawFn) -> Problem:
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=lambda one: one.name)
 @given(problem=problems())
 @settings(max_examples=60)
-def test_least_value_is_that_of_brute_force(objective: Objective, problem: Problem) -> None:
+def test_least_value_is_that_of_brute_force(
+    objective: Objective, problem: PartitionProblem
+) -> None:
     """Every objective, with several devices, choices, links and memory: equal to enumeration."""
     try:
         best = forced(problem, objective)
     except ValueError:
         best = math.inf  # the devices cannot be dealt to the units
-    found = cut(problem, objective)
+    found = find_partition(problem, objective)
     if not math.isfinite(best):
         assert found is None
         return
@@ -130,10 +135,10 @@ def test_least_value_is_that_of_brute_force(objective: Objective, problem: Probl
 
 @given(problem=problems())
 @settings(max_examples=40)
-def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem) -> None:
+def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: PartitionProblem) -> None:
     """Alpa's enumeration of the slowest stage equals the programme on sum and maximum."""
-    links = Problem(**{**vars(problem), "send": lambda unit, device: 0.0})
-    one, other = cut(links, SUM), ceilings(links)
+    links = PartitionProblem(**{**vars(problem), "send": lambda unit, device: 0.0})
+    one, other = find_partition(links, SUM), find_by_ceilings(links)
     assert (one and pytest.approx(one.value)) == (other and other.value)
 
 
@@ -145,9 +150,9 @@ def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
     """A pivot is a way through 1F1B: never longer than what is played."""
     if stages > len(times):
         with pytest.raises(ValueError, match="do not make"):
-            partition(times, stages, micro)
+            partition_units(times, stages, micro)
         return
-    units = partition(times, stages, micro)
+    units = partition_units(times, stages, micro)
     assert units is not None
     took = _played("1F1B", times, units, micro)
     assert _of(PIVOT, times, units, micro) <= _of(ROUNDS, times, units, micro) <= took + 1e-9
@@ -161,7 +166,9 @@ def _of(
     known, at = objective.empty, len(times)
     for after, size in enumerate(reversed(units)):
         some = times[at - size : at]
-        known = objective.stage(known, Way(*map(sum, zip(*some, strict=True))), micro, after)
+        known = objective.stage(
+            known, StageOption(*map(sum, zip(*some, strict=True))), micro, after
+        )
         at -= size
     return objective.total(known, micro)
 
@@ -169,7 +176,7 @@ def _of(
 def _played(
     name: str, times: list[tuple[int, int]], units: tuple[int, ...], micro: int, chunks: int = 1
 ) -> float:
-    line = order(name, len(units) // chunks, micro, chunks)
+    line = make_order(name, len(units) // chunks, micro, chunks)
     at, rows = 0, []
     for size in units:
         rows.append([sum(s) for s in zip(*times[at : at + size], strict=True)])
@@ -179,7 +186,7 @@ def _played(
         float(sum(a * b for a, b in zip(share[Kind(k)], rows[s], strict=True)))
         for k, s in zip(line.kind.tolist(), line.stage.tolist(), strict=True)
     ]
-    return float(timing(line, np.array(took)).makespan)
+    return float(simulate_timeline(line, np.array(took)).makespan)
 
 
 def test_phases_by_hand() -> None:
@@ -192,15 +199,15 @@ def test_phases_by_hand() -> None:
 def _value(objective: Objective, stages: list[tuple[float, float]], micro: int) -> float:
     known = objective.empty
     for after, (forward, backward) in enumerate(reversed(stages)):
-        known = objective.stage(known, Way(forward, backward), micro, after)
+        known = objective.stage(known, StageOption(forward, backward), micro, after)
     return objective.total(known, micro)
 
 
 def _table(costs: dict[tuple[int, int, int], float]) -> Menu:
     """A menu of first unit, last unit and number of devices; all else is dear."""
 
-    def menu(first: int, last: int, some: range, after: int) -> list[Way]:
-        return [Way(costs.get((first, last, len(some)), 100.0), 0.0)]
+    def menu(first: int, last: int, some: range, after: int) -> list[StageOption]:
+        return [StageOption(costs.get((first, last, len(some)), 100.0), 0.0)]
 
     return menu
 
@@ -209,7 +216,7 @@ def test_ends_that_are_neither_shortest_nor_slowest_are_kept() -> None:
     """Of three ends, the one in between is best: less in sum than one, less slow than another."""
     costs = {(0, 1, 1): 6.5, (1, 2, 1): 0.5, (2, 4, 2): 7.5, (1, 3, 2): 2.5, (3, 4, 1): 6.5}
     costs |= {(1, 2, 2): 5.0, (2, 4, 1): 5.0}
-    found = cut(Problem(4, _table(costs), 5, 4, (1, 2), 3), SUM)
+    found = find_partition(PartitionProblem(4, _table(costs), 5, 4, (1, 2), 3), SUM)
     assert found is not None and found.value == 15.5 + 4 * 6.5
     assert found.units == (1, 2, 1) and found.devices == (1, 2, 1)
 
@@ -218,29 +225,29 @@ def test_ceilings_go_on_after_the_first_that_can_be_kept() -> None:
     """One stage on two devices takes longer than each of two, and less than both."""
     menu = _table({(0, 1, 1): 5.0, (1, 2, 1): 5.0, (0, 2, 2): 8.0})
     for micro, best in ((1, 8.0), (2, 15.0)):
-        found = ceilings(Problem(2, menu, micro, 2, (1, 2)))
+        found = find_by_ceilings(PartitionProblem(2, menu, micro, 2, (1, 2)))
         assert found is not None and found.value == best
 
 
 def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
     """Memory of a stage counts the microbatches in flight at its place."""
     times = [(1.0, 2.0)] * 8
-    even = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
+    even = partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
     assert even == (2, 2, 2, 2)
-    uneven = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=6)
+    uneven = partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=6)
     assert uneven is not None and uneven[0] == 1
     assert all(u * (4 - at) <= 6 for at, u in enumerate(uneven))
-    assert partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=3) is None
+    assert partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=3) is None
 
 
 def test_a_result_tells_units_devices_and_ways() -> None:
     """A cut tells units, devices and the ways of its stages."""
 
-    def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
-        yield Way(float(last - first) / len(some), 0.0, name=(first, last))
+    def menu(first: int, last: int, some: range, after: int) -> Iterator[StageOption]:
+        yield StageOption(float(last - first) / len(some), 0.0, name=(first, last))
 
-    found = cut(Problem(6, menu, devices=3, sizes=(1, 2)), SLOWEST)
-    assert isinstance(found, Cut)
+    found = find_partition(PartitionProblem(6, menu, devices=3, sizes=(1, 2)), SLOWEST)
+    assert isinstance(found, StagePartition)
     assert found.value == 2.0
     assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
-    assert found.ways[0].name == (0, found.units[0])
+    assert found.options[0].name == (0, found.units[0])

@@ -8,22 +8,26 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from schedlang.passes.planner.even import even
-from schedlang.passes.planner.price import (
-    axes_of,
-    by_run,
-    causes,
-    composition,
-    price,
-    unit_times,
+from schedlang.passes.planner.critical_path import (
+    count_in_flight,
+    find_critical_path,
+    order_timeline,
 )
-from schedlang.passes.planner.span import in_flight, longest, played
+from schedlang.passes.planner.even_stages import split_evenly
+from schedlang.passes.planner.price import (
+    price,
+    run_seconds,
+    sending_axes,
+    step_seconds_by_cause,
+    unit_seconds,
+    units_by_stage,
+)
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError
 from schedlang.pipeline.timeline.memory import peak_live
-from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind
 from tests.planner.decoders import decoder
 
@@ -48,7 +52,7 @@ def test_parts_and_causes_add_up(setting: Setting) -> None:
     chain, weights = GPT(setting.placement), {"product": 1.5, "tp": 2.0, "dp": 3.0}
     for given in ({}, weights):
         found = price(chain, setting, A100, weights=given)
-        by_cause = causes(chain, setting, A100, weights=given)
+        by_cause = step_seconds_by_cause(chain, setting, A100, weights=given)
         assert found.seconds == pytest.approx(sum(found.parts.values()))
         assert found.seconds == pytest.approx(
             sum(given.get(name, 1.0) * took for name, took in by_cause.items())
@@ -61,7 +65,7 @@ def test_one_rank_computes() -> None:
     """Without a network a step is its operators and the update."""
     setting = Setting(Placement(1), micro=3, zero=0)
     chain, found = GPT(setting.placement), price(GPT(setting.placement), setting, A100)
-    took = [run.count * sum(unit_times(run.unit, setting, A100)[:2]) for run in chain.runs]
+    took = [run.count * sum(unit_seconds(run.unit, setting, A100)[:2]) for run in chain.runs]
     assert found.parts.keys() == {"computing", "gradients", "optimizer"}
     assert found.parts["computing"] == pytest.approx(3 * sum(took))
     assert found.parts["gradients"] == 0
@@ -89,15 +93,15 @@ def test_a_ring_is_hidden_by_computing() -> None:
     """Keys and values go round while others are computed with; what takes longer is seen."""
     at = Placement(1, cp=4)
     unit = GPT(at).runs[1].unit
-    here, quiet = Setting(at), replace(unit, forward=replace(unit.forward, sent=()))
-    alone, ring = unit_times(quiet, here, A100)[0], unit.forward.sent[0]
-    quick = ring.count * A100.collective("send", ring.bytes, 4, 1)
+    here, quiet = Setting(at), replace(unit, forward=replace(unit.forward, collectives=()))
+    alone, ring = unit_seconds(quiet, here, A100)[0], unit.forward.collectives[0]
+    quick = ring.count * A100.collective_seconds("send", ring.bytes, 4, 1)
     shown = quick * (1 - A100.overlap)
-    assert unit_times(unit, here, A100)[0] == pytest.approx(alone + shown)
+    assert unit_seconds(unit, here, A100)[0] == pytest.approx(alone + shown)
     slow = replace(A100, link=1e9)
-    took = ring.count * slow.collective("send", ring.bytes, 4, 1)
+    took = ring.count * slow.collective_seconds("send", ring.bytes, 4, 1)
     hidden = alone * A100.overlap
-    assert unit_times(unit, here, slow)[0] == pytest.approx(took + alone - hidden)
+    assert unit_seconds(unit, here, slow)[0] == pytest.approx(took + alone - hidden)
     assert took > alone
 
 
@@ -113,9 +117,9 @@ def spans(order: str, ranks: int, chunks: int, micro: int, seed: int) -> tuple[f
     send = draw.uniform(0, 0.3)
     took = np.zeros((len(Kind), stages))
     took[Kind.F], took[Kind.B], took[Kind.I], took[Kind.W] = forward, sum(halves), *halves
-    line = played(order, ranks, micro, chunks)
-    true = timing(line, took[line.kind, line.stage], send).makespan
-    way = longest(order, ranks, chunks, micro, forward, *halves, send)
+    line = order_timeline(order, ranks, micro, chunks)
+    true = simulate_timeline(line, took[line.kind, line.stage], send).makespan
+    way = find_critical_path(order, ranks, chunks, micro, forward, *halves, send)
     return way.seconds(forward, *halves, send), float(true)
 
 
@@ -146,8 +150,8 @@ def test_the_longest_way_is_as_played(order: str, ranks: int, chunks: int, micro
 def test_even_stages_wait_as_published() -> None:
     """(m + p - 1)(F + B), and interleaved (p - 1)/v of waiting (Narayanan et al. 2021)."""
     ones, halves = np.ones(8), np.ones(16) / 2
-    one = longest("1F1B", 8, 1, 64, ones, ones, ones, 0.0).seconds(ones, ones, ones, 0.0)
-    two = longest("Interleaved1F1B", 8, 2, 64, halves, halves, halves, 0.0)
+    one = find_critical_path("1F1B", 8, 1, 64, ones, ones, ones, 0.0).seconds(ones, ones, ones, 0.0)
+    two = find_critical_path("Interleaved1F1B", 8, 2, 64, halves, halves, halves, 0.0)
     assert one == pytest.approx(3 * (64 + 7))
     assert two.seconds(halves, halves, halves, 0.0) == pytest.approx(3 * (64 + 7 / 2))
 
@@ -157,8 +161,8 @@ def test_in_flight_is_what_the_timeline_holds(
     order: str, ranks: int, chunks: int, micro: int
 ) -> None:
     """Summed over the stages of a rank, the most that it holds at a time."""
-    line = played(order, ranks, micro, chunks)
-    found = np.bincount(line.stage_rank, in_flight(order, ranks, micro, chunks)[0], ranks)
+    line = order_timeline(order, ranks, micro, chunks)
+    found = np.bincount(line.stage_rank, count_in_flight(order, ranks, micro, chunks)[0], ranks)
     assert found.tolist() == peak_live(line).tolist()
 
 
@@ -166,8 +170,8 @@ def test_costs_of_a_table_are_told() -> None:
     """1F1B as Zero Bubble's 1.5B runs it (Qi et al. 2024, table 9): as played."""
     f, i, w, send = 18.522, 18.086, 9.337, 0.601
     times = (np.full(8, f), np.full(8, i), np.full(8, w))
-    span = longest("1F1B", 8, 1, 24, *times, send).seconds(*times, send)
-    true = timing(played("1F1B", 8, 24, 1), Cost(f, i, w, send))
+    span = find_critical_path("1F1B", 8, 1, 24, *times, send).seconds(*times, send)
+    true = simulate_timeline(order_timeline("1F1B", 8, 24, 1), Cost(f, i, w, send))
     assert span == pytest.approx(float(true.makespan), rel=2e-3)
 
 
@@ -190,7 +194,7 @@ def test_even_cuts_have_the_least_slowest_stage(stages: int) -> None:
             tuple(int(n) for n in np.diff([0, *ends, len(flat)]))
             for ends in combinations(range(1, len(flat)), stages - 1)
         ]
-        found = even(chain, stages, times)
+        found = split_evenly(chain, stages, times)
         assert sum(found) == len(flat) and min(found) >= 1
         assert slowest(found) == pytest.approx(min(map(slowest, tried)))
 
@@ -199,13 +203,13 @@ def test_composition() -> None:
     """Stages have units of the runs that they lie in; the first ones are computed again, but for
     those that would keep no less."""
     chain = decoder(6, 64, 4, 256, 1000, 32)(Placement())
-    made, again = composition(chain, (3, 4, 1), (2, 9, 0))
+    made, again = units_by_stage(chain, (3, 4, 1), (2, 9, 0))
     assert made.tolist() == [[1, 2, 0], [0, 4, 0], [0, 0, 1]]
     assert again.tolist() == [[0, 1, 0], [0, 4, 0], [0, 0, 0]]
     with pytest.raises(ValueError, match="the cuts have 7 units, and there are 8"):
-        composition(chain, (3, 4))
+        units_by_stage(chain, (3, 4))
     with pytest.raises(ValueError, match="too few for 9 stages"):
-        even(chain, 9, (1.0, 1.0, 1.0))
+        split_evenly(chain, 9, (1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="2 stages are cut, and there are 4"):
         price(chain, Setting(Placement(), pp=4, cuts=(4, 4)), A100)
 
@@ -217,17 +221,17 @@ def test_gradients_wait_between_halves_of_a_backward() -> None:
     """The fullest moment counts bytes, not microbatches; a first stage has nothing to hand back."""
     ones = np.ones(8)
     for waiting, last in ((0.0, [8.0, 1.0]), (1.0, [7.0, 7.0])):
-        found = in_flight("ZB-V", 4, 8, 2, ones, waiting * ones)
+        found = count_in_flight("ZB-V", 4, 8, 2, ones, waiting * ones)
         assert found[:2, 3:5].sum(1).tolist() == last  # both stages of the last rank
-    assert in_flight("ZB-H1", 2, 4, 1, ones[:2], ones[:2])[1].tolist() == [0, 2]
-    assert (in_flight("1F1B", 4, 8, 1)[:2] == [[4, 3, 2, 1], [0] * 4]).all()
+    assert count_in_flight("ZB-H1", 2, 4, 1, ones[:2], ones[:2])[1].tolist() == [0, 2]
+    assert (count_in_flight("1F1B", 4, 8, 1)[:2] == [[4, 3, 2, 1], [0] * 4]).all()
 
 
 def test_gradients_come_with_the_first_backward() -> None:
     """V-Min holds most before each rank's first stage has run back; with large gradients later."""
     ones = np.ones(4)
     for grown, there in ((0.0, [1, 0, 0, 1]), (9.0, [1, 1, 1, 1])):
-        found = in_flight("V-Min", 2, 8, 2, ones, 0 * ones, grown=grown * ones)
+        found = count_in_flight("V-Min", 2, 8, 2, ones, 0 * ones, grown=grown * ones)
         assert found[2].tolist() == there
 
 
@@ -235,8 +239,8 @@ def test_gradients_come_with_the_first_backward() -> None:
 def test_state_as_published(zero: int, billions: float) -> None:
     """7.5 billion parameters over 64 ranks, 16 bytes each (Rajbhandari et al. 2020, figure 1)."""
     chain = decoder(1, 64, 4, 256, 1000, 32)(Placement(0))
-    ones = [replace(run, unit=replace(run.unit, numbers=0, most=0.0)) for run in chain.runs]
-    ones[1] = replace(ones[1], unit=replace(ones[1].unit, numbers=7_500_000_000))
+    ones = [replace(run, unit=replace(run.unit, numel=0, peak=0.0)) for run in chain.runs]
+    ones[1] = replace(ones[1], unit=replace(ones[1].unit, numel=7_500_000_000))
     whole = price(replace(chain, runs=tuple(ones)), Setting(Placement(0), dp=64, zero=zero), A100)
     gathered = 4 * 7.5e9 * (zero == 3)  # of one unit that is the model
     assert (whole.peak - gathered) / 1e9 == pytest.approx(billions, rel=0.02)
@@ -251,7 +255,7 @@ def test_experts_are_split_over_fewer() -> None:
     )
     recipe = Recipe(parameter=0, gradient=0, moments=0, master=1)
     one = replace(EXPERTS(at), runs=tuple(
-        replace(run, unit=replace(run.unit, kept=0.0, most=0.0)) for run in EXPERTS(at).runs
+        replace(run, unit=replace(run.unit, kept=0.0, peak=0.0)) for run in EXPERTS(at).runs
     ))  # fmt: skip
     found = price(one, Setting(at, dp=8, zero=1), A100, recipe)
     assert found.peak == pytest.approx((plain - spread) / 8 + spread / 2)
@@ -286,13 +290,13 @@ def test_gathers_of_parameters_go_by_units() -> None:
     slow = replace(A100, network=1e9, link=1e9)
     chain = GPT(setting.placement)
     found = price(chain, setting, slow)
-    each = sum(run.unit.numbers * run.count for run in chain.runs) / chain.length
-    sent = 2 * slow.collective("all_gather", 2 * each, 64, 1)
-    sent += slow.collective("reduce_scatter", 2 * each, 64, 1)
+    each = sum(run.unit.numel * run.count for run in chain.runs) / chain.length
+    sent = 2 * slow.collective_seconds("all_gather", 2 * each, 64, 1)
+    sent += slow.collective_seconds("reduce_scatter", 2 * each, 64, 1)
     hidden = slow.overlap * found.parts["computing"]
     # casts of slices, copies in and out, less what is added up of whole gradients and not of slices
     copied = 2 * (4 + 10 / 64) - 6 * (1 - 1 / 64)
-    copies = slow.operator("other", 0, 3 * chain.length * each * copied)
+    copies = slow.operator_seconds("other", 0, 3 * chain.length * each * copied)
     assert found.parts["gradients"] == pytest.approx(3 * chain.length * sent - hidden + copies)
     quick = price(chain, setting, replace(A100, link=1e13, network=1e13))
     assert quick.parts["gradients"] < 0.1 * found.parts["gradients"]
@@ -320,9 +324,9 @@ def test_what_is_computed_again_stays_off_the_host() -> None:
     slow = replace(A100, host=1e9)
     plain = price(chain, setting, slow)
     again = price(chain, replace(setting, again=(13, 13)), slow)
-    copied = sum(causes(chain, replace(setting, again=(13, 13)), slow).values())
+    copied = sum(step_seconds_by_cause(chain, replace(setting, again=(13, 13)), slow).values())
     assert again.seconds < plain.seconds / 4 and copied == pytest.approx(again.seconds)
-    assert 0 < again.parts["host"] <= 8 * 13 * 2 * slow.copying(layer.input)
+    assert 0 < again.parts["host"] <= 8 * 13 * 2 * slow.copy_seconds(layer.input)
     assert plain.peaks[0] - again.peaks[0] == pytest.approx(layer.kept - 2 * layer.input)
 
 
@@ -330,23 +334,23 @@ def test_what_is_computed_again_stays_off_the_host() -> None:
 def test_the_first_stage_hands_nothing_back(order: str) -> None:
     """Its backward is one half: quicker than where both are waited for, and causes say the same."""
     chain, times = GPT(Placement()), list[tuple[float, ...]]()
-    cuts = even(chain, 4, (1.0, 1.0, 1.0))
+    cuts = split_evenly(chain, 4, (1.0, 1.0, 1.0))
     setting = Setting(chain.placement, 1, 2, 8, order, 2, 0, cuts)
     for run in chain.runs:
-        times += [unit_times(run.unit, setting, A100)[:2]] * run.count
+        times += [unit_seconds(run.unit, setting, A100)[:2]] * run.count
     ends = np.cumsum((0, *setting.cuts))
     f, b = (np.add.reduceat([t[at] for t in times], ends[:-1]) for at in (0, 1))
     found = price(chain, setting, A100)
-    assert found.seconds == pytest.approx(sum(causes(chain, setting, A100).values()))
-    line = played(order, 2, 8, 2)
+    assert found.seconds == pytest.approx(sum(step_seconds_by_cause(chain, setting, A100).values()))
+    line = order_timeline(order, 2, 8, 2)
     took = np.zeros((len(Kind), 4))
-    _, tables = by_run(chain, axes_of(setting), A100)
-    made, _ = composition(chain, setting.cuts)
+    _, tables = run_seconds(chain, sending_axes(setting), A100)
+    made, _ = units_by_stage(chain, setting.cuts)
     took[Kind.F], took[Kind.B], took[Kind.W] = f, b, made @ tables[2].sum(1)
     took[Kind.W, 0] = b[0]
     took[Kind.I] = b - took[Kind.W]
-    sent = A100.collective("send", chain.runs[1].unit.handed, 2, 1)
-    true = float(timing(line, took[line.kind, line.stage], sent).makespan)
+    sent = A100.collective_seconds("send", chain.runs[1].unit.output, 2, 1)
+    true = float(simulate_timeline(line, took[line.kind, line.stage], sent).makespan)
     span = found.seconds - found.parts["optimizer"]
     assert span == pytest.approx(true, rel=1e-6)
 

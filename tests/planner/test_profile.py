@@ -16,21 +16,21 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.planner.affine import of_rows
+from schedlang.passes.planner.extrapolation import extrapolate_rows
+from schedlang.passes.planner.heterogeneous import NODE_AXIS_ORDERS, HeterogeneousEvaluator
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
-from schedlang.passes.planner.space import ORDERS, Job
-from schedlang.passes.planner.tuned import job_of
-from schedlang.passes.planner.unlike import AXES, Unlike
+from schedlang.passes.planner.schedule_writer import stage_units, write_schedule
+from schedlang.passes.planner.search_space import ORDERS, Job
+from schedlang.passes.planner.tuning import job_of
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
-from schedlang.passes.planner.write import cuts_of, written
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from schedlang.passes.simulate.memory import rank_classes
-from schedlang.passes.simulate.nodes import Node, of_nodes
-from schedlang.passes.simulate.played_step import repeated
-from schedlang.passes.simulate.rehearse import held, rehearse
-from schedlang.passes.simulate.step_time import step_time
-from schedlang.runtime.batch import sample_of
+from schedlang.passes.simulate.node_cluster import Node, cluster_of_nodes
+from schedlang.passes.simulate.one_rank_step import repeat_sample
+from schedlang.passes.simulate.simulated_ranks import memory_of_ranks, simulate_ranks
+from schedlang.passes.simulate.step_time import time_step
+from schedlang.runtime.batch import largest_part
 from tests.planner import models
 
 # -- the exact simulation --------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def chain_of(profiles: Profiles, placement: Placement) -> Chain:
 
 def plan_of(profiles: Profiles, setting: Setting) -> Plan:
     """The plan of the text of a setting."""
-    plan = expand(written(profiles, setting), profiles.facts).plan
+    plan = expand(write_schedule(profiles, setting), profiles.facts).plan
     assert plan is not None and plan.mesh.world == setting.ranks
     return plan
 
@@ -60,16 +60,18 @@ def exact(
 ) -> tuple[float, float, float]:
     """Seconds but for the update, bytes of the fullest rank, and of its state, as simulated."""
     plan = plan_of(profiles, setting)
-    one = profiles.some_rows(setting.placement.rows)
-    batch = repeated(one, plan.shares * plan.micro)
-    prepared = prepare(plan, sample_of(batch, plan.shares, plan.micro))
-    played = rehearse(plan, batch, None, prepared, works=True)
-    took = step_time(plan, prepared, played, cluster).seconds
+    one = profiles.sample_rows(setting.placement.rows)
+    batch = repeat_sample(one, plan.shares * plan.micro)
+    prepared = prepare(plan, largest_part(batch, plan.shares, plan.micro))
+    played = simulate_ranks(plan, batch, None, prepared, works=True)
+    took = time_step(plan, prepared, played, cluster).seconds
     # an update goes over many parameters in one kernel
     ready = replace(cluster.slowest, start=0.0)
-    update = max(sum(ready.computing(run.work) for run in p.rest) for p in played.of.values())
+    update = max(
+        sum(ready.computing_seconds(run.work) for run in p.rest) for p in played.by_class.values()
+    )
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
-    peak = max(one.peak for one in held(plan, prepared, played))
+    peak = max(one.peak for one in memory_of_ranks(plan, prepared, played))
     return took - update, peak, max(one.state for one in classes)
 
 
@@ -110,7 +112,7 @@ NEAR = [SETTINGS[2], SETTINGS[12], SLICED]  # what an ordinary run looks at
 def near(profiles: Profiles, setting: Setting, recipe: Recipe, seconds: float, peak: float) -> None:
     """A price is that of the exact simulation, within so large a part."""
     chain = chain_of(profiles, setting.placement)
-    setting = replace(setting, cuts=cuts_of(chain, setting))
+    setting = replace(setting, cuts=stage_units(chain, setting))
     priced = price(chain, setting, A100, recipe)
     took, most, _ = exact(profiles, setting)
     assert priced.seconds - priced.parts["optimizer"] == pytest.approx(took, rel=seconds)
@@ -152,14 +154,14 @@ def on_unlike_nodes(order: str, seed: int, off: float) -> None:
     """A price is that of the simulation, of stages and replicas on devices that are drawn."""
     profiles, draw = models.profiles(models.llama, "bf16"), random.Random(seed)
     kinds = draw.sample(["a100", "v100", "h100"], 2)
-    nodes = of_nodes("mixed", [Node(replace(CLUSTERS[kind], node=2)) for kind in kinds])
+    nodes = cluster_of_nodes("mixed", [Node(replace(CLUSTERS[kind], node=2)) for kind in kinds])
     chunks = ORDERS[order][0]
     way = Setting(
         *(P(8), 2, 2, 8, order, chunks, draw.choice([0, 1, 2])),
-        axes=draw.choice(AXES),
+        axes=draw.choice(NODE_AXIS_ORDERS),
         nodes=(0, 1),
     )
-    filler = Unlike(Job(4, 128, nodes, MIXED), Limits(), profiles)
+    filler = HeterogeneousEvaluator(Job(4, 128, nodes, MIXED), Limits(), profiles)
     (cuts, rows), *_ = filler._shaped(way)
     priced = filler._priced(way, cuts, rows).priced
     assert priced is not None
@@ -190,16 +192,16 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
     """All that a unit costs is affine in the rows: what was played for 8 is what 2 and 4 tell."""
     source = models.profiles(models.llama, "bf16", 64)
     few, more = (chain_of(source, replace(placement, rows=rows)) for rows in (2, 4))
-    played, told = source.played(replace(placement, rows=8)), of_rows(few, more, 8)
+    played, told = source.simulate(replace(placement, rows=8)), extrapolate_rows(few, more, 8)
     assert told is not None
     assert told.placement == played.placement
     assert [run.count for run in told.runs] == [run.count for run in played.runs]
     for first, second in ((a.unit, b.unit) for a, b in zip(told.runs, played.runs)):
-        assert (first.name, first.numbers) == (second.name, second.numbers)
+        assert (first.name, first.numel) == (second.name, second.numel)
         for name in ("kept", "input", "handed", "entering"):
             assert getattr(first, name) == pytest.approx(getattr(second, name), rel=0.01)
         for work, exactly in ((first.forward, second.forward), (first.backward, second.backward)):
-            assert work.sent == exactly.sent
+            assert work.collectives == exactly.collectives
             for kind in ("product", "attention"):
                 assert flops(work, kind) == pytest.approx(flops(exactly, kind), rel=1e-9)
 
@@ -216,9 +218,9 @@ def test_only_a_model_that_runs_on_slices_is_cut(name: str) -> None:
     source = Profiles(ModelFacts(own.model()), own.batch(0), own.loss, own.weight, "")
     asked = [Limits({"slices": (2,)})]
     if name == "llama":
-        assert source.uncut is None and job_of(source, A100, 2).sliced
+        assert source.slicing_refusal is None and job_of(source, A100, 2).can_slice
         return
-    assert not job_of(source, A100, 2).sliced
+    assert not job_of(source, A100, 2).can_slice
     assert isinstance(source(P(1, slices=2)), Refusal)
     with pytest.raises(Refusal, match="S655"):
         job_of(source, A100, 2, limits=asked)
@@ -227,7 +229,7 @@ def test_only_a_model_that_runs_on_slices_is_cut(name: str) -> None:
 def test_ranks_of_one_sequence_may_draw_masks() -> None:
     """GPT-2 drops weights of its attention, also where ranks split the sequence."""
     chain = chain_of(models.profiles(models.gpt2, "", 64), P(2, cp=2))
-    assert {one.axis for run in chain.runs for one in run.unit.forward.sent} == {"cp"}
+    assert {one.axis for run in chain.runs for one in run.unit.forward.collectives} == {"cp"}
 
 
 def test_layers_are_played_once() -> None:
@@ -249,18 +251,18 @@ def test_chains_hold_what_the_model_holds() -> None:
     """Every parameter, tied ones at both ends; of experts each rank has a share."""
     source = models.profiles(models.gpt2, "", 64)
     chain = chain_of(source, P(2))
-    held = sum(run.count * run.unit.numbers for run in chain.runs)
+    held = sum(run.count * run.unit.numel for run in chain.runs)
     shared = models.WORDS * models.WIDTH
-    assert held == sum(one.numel for one in source.facts.unique.values()) + shared
+    assert held == sum(one.numel for one in source.facts.unique_parameters.values()) + shared
     assert chain.tied == ((0, len(chain.runs) - 1),)
     whole, spread = (
         chain_of(models.profiles(models.mixtral, "", 64), P(2, ep=ep)).runs[1].unit for ep in (1, 2)
     )
     experts = 3 * 4 * models.WIDTH * models.INNER
-    assert (whole.spread, spread.spread) == (0, experts // 2)
-    assert whole.numbers - spread.numbers == experts // 2
+    assert (whole.expert_numel, spread.expert_numel) == (0, experts // 2)
+    assert whole.numel - spread.numel == experts // 2
     each = 2 * 3 * models.WIDTH * models.INNER + 3 * models.WIDTH**2 + 4 * models.WIDTH
     for unit in (whole, spread):  # two experts for each token, as 16-bit operations
         assert flops(unit.forward, "product") == 2 * 2 * (2 * 64) * each
-    assert {one.axis for one in spread.forward.sent} == {"ep"}
-    assert "all_to_all" in {one.op for one in spread.forward.sent}
+    assert {one.axis for one in spread.forward.collectives} == {"ep"}
+    assert "all_to_all" in {one.op for one in spread.forward.collectives}

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.passes.planner.operators.solve import solve
-from schedlang.passes.planner.operators.walked import Repriced, walked
-from schedlang.passes.planner.walk import walk
+from schedlang.passes.planner.operators.layout_walk import IncrementalCost, solve_by_walk
+from schedlang.passes.planner.operators.solver import solve
+from schedlang.passes.planner.random_walk import walk
 from tests.planner.test_operators_solve import drawn
 
 
@@ -41,13 +41,13 @@ def test_what_a_move_prices_again_is_the_whole_cost_exactly(
     own = data.draw(st.integers(1, 8))
     pairs = {pair: costs / 7 for pair, costs in made.pairs.items() if pair[0] < own}
     problem = replace(made, seconds=tuple(s / 3 for s in made.seconds), pairs=pairs, operators=own)
-    priced = Repriced(problem, [0] * 8)
+    priced = IncrementalCost(problem, [0] * 8)
     for _ in range(4):
         at = data.draw(st.integers(0, own - 1))
         option = data.draw(st.integers(0, len(problem.seconds[at]) - 1))
-        before, looked, there = priced.seconds, priced.lookups, priced.moved(at, option)
+        before, looked, there = priced.seconds, priced.lookups, priced.propose_move(at, option)
         priced.change(there)
-        whole = Repriced(problem, there)
+        whole = IncrementalCost(problem, there)
         assert priced.seconds == whole.seconds == problem.cost(priced.choice)[0]
         assert priced.choice == whole.choice and priced.lookups - looked <= whole.lookups
         if math.isfinite(before + problem.seconds[at][there[at]]):
@@ -68,7 +68,7 @@ def test_one_operator_of_many_prices_its_own_edges_alone() -> None:
         pairs={(k, k + 1): costs for k in range(99)},
         operators=100,
     )
-    priced = Repriced(chain, [0] * 100)
+    priced = IncrementalCost(chain, [0] * 100)
     before = priced.lookups
     priced.change([*[0] * 50, 1, *[0] * 49])
     assert priced.lookups - before == 3
@@ -79,6 +79,6 @@ def test_one_operator_of_many_prices_its_own_edges_alone() -> None:
         pairs=dict([*chain.pairs.items()][:5]),
     )
     few = replace(few, operators=6)
-    found, best = walked(few), solve(few)
+    found, best = solve_by_walk(few), solve(few)
     assert found is not None and best is not None and found.seconds == best.seconds < 11.0
-    assert walked(few, -1.0) is None and not found.proven
+    assert solve_by_walk(few, -1.0) is None and not found.proven

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedlang.passes.planner.rules import RULED, Case
+from schedlang.passes.planner.rule_planners import RULE_PLANNERS, JobFacts
 from schedlang.passes.planner.values import Setting
 
 GIB = 1 << 30
@@ -33,8 +33,8 @@ def test_ptd_p_gives_the_published_layouts(row: tuple[float, int, int, int, int,
     """Tensor and pipeline parallelism of all ten rows of their Table 1."""
     billions, heads, layers, tp, pp, ranks, rows = row
     state = 18 * billions * 1e9  # 16-bit weights, 32-bit gradients, master copy, two moments
-    case = Case(ranks, 8, 80e9, lambda setting: math.inf, state, layers, heads, rows)
-    found = RULED["ptd-p"].plan(case)
+    case = JobFacts(ranks, 8, 80e9, lambda setting: math.inf, state, layers, heads, rows)
+    found = RULE_PLANNERS["ptd-p"].plan(case)
     assert found is not None
     assert (found[0].placement.tp, found[0].pp) == (tp, pp)
 
@@ -47,9 +47,9 @@ def test_ptd_p_takes_the_rows_that_its_formula_likes_best() -> None:
 
     chosen = []
     for rows, room in ((64, 100), (256, 100), (16, 100), (64, 2)):
-        case = Case(16, 2, 100.0, lambda s: 0.0, 500.0, 8, 2, rows, times=times)
+        case = JobFacts(16, 2, 100.0, lambda s: 0.0, 500.0, 8, 2, rows, times=times)
         tight = replace(case, needs=lambda s, room=room: 100.0 * (s.placement.rows > room))
-        found = RULED["ptd-p"].plan(replace(tight, memory=99.0))
+        found = RULE_PLANNERS["ptd-p"].plan(replace(tight, memory=99.0))
         assert found is not None
         setting = found[0]
         chosen.append(setting.placement.rows)
@@ -112,14 +112,14 @@ def test_layouts_recommend_what_ran_best_or_within_six_percent(
         took = ran.get((setting.placement.tp, setting.pp))
         return 0.0 if took is not None else math.inf
 
-    found = RULED["layouts"].plan(Case(ranks, 8, 80e9, needs, 0, layers, heads, rows))
+    found = RULE_PLANNERS["layouts"].plan(JobFacts(ranks, 8, 80e9, needs, 0, layers, heads, rows))
     assert found is not None and found[0].placement.rows == 1 and not any(found[0].again)
     took = ran[found[0].placement.tp, found[0].pp]
     best = min(seconds for seconds in ran.values() if seconds is not None)
     assert took is not None and took <= 1.06 * best
 
 
-def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.0) -> Case:
+def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.0) -> JobFacts:
     """A model of 32 layers on devices of 80 GiB, 8 in a node."""
     state = 16 * billions * 1e9
 
@@ -130,7 +130,7 @@ def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.
             return math.inf
         return billions * 1e9 / parts * held[setting.zero]
 
-    return Case(ranks, 8, 80 * GIB, needs, state, 32, 32, 1024, largest * GIB, fast)
+    return JobFacts(ranks, 8, 80 * GIB, needs, state, 32, 32, 1024, largest * GIB, fast)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.
     ],
 )
 def test_guides_say_what_to_do(
-    guide: str, case: Case, when: str, axes: tuple[int, int, int, int] | None
+    guide: str, case: JobFacts, when: str, axes: tuple[int, int, int, int] | None
 ) -> None:
     """Each line of both guides' tables, for a model that it is meant for."""
-    found = RULED[guide].plan(case)
+    found = RULE_PLANNERS[guide].plan(case)
     if axes is None:
         assert found is None
         return

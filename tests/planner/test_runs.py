@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.planner.fit import Array, most_likely
-from schedlang.passes.planner.price import price
-from schedlang.passes.planner.runs import (
-    ALL,
-    Timed,
+from schedlang.passes.planner.constants_fit import Array, fit_constants
+from schedlang.passes.planner.measured_runs import (
+    ALL_UNITS,
+    MeasuredRun,
     chains_of,
     fitted_to_runs,
     read_runs,
 )
+from schedlang.passes.planner.price import price
 from schedlang.passes.planner.values import Chain, Placement, Setting
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster, read_machines
 from tests.planner.decoders import decoder
@@ -43,12 +43,12 @@ SETTINGS = [
         cuts=(18 // pp,) * pp,
     )  # fmt: skip
     for rows, tp, dp, pp, zero in product((1, 2), (1, 4, 8), (1, 8), (1, 2), (0, 3))
-    for again in ((), (ALL,) * pp)
+    for again in ((), (ALL_UNITS,) * pp)
     if (dp > 1 or not zero) and tp * dp * pp <= 64
 ]
 
 
-def drawn(seed: int, noise: float) -> tuple[Cluster, list[Timed], list[Chain]]:
+def drawn(seed: int, noise: float) -> tuple[Cluster, list[MeasuredRun], list[Chain]]:
     """A machine, and half of the runs on it."""
     draw = np.random.default_rng(seed)
     values: dict[str, Any] = {name: float(draw.uniform(0.3, 0.9)) for name in (*TOLD, "streaming")}
@@ -56,7 +56,7 @@ def drawn(seed: int, noise: float) -> tuple[Cluster, list[Timed], list[Chain]]:
     some = [SETTINGS[at] for at in draw.permutation(len(SETTINGS))[: len(SETTINGS) // 2]]
     off = np.exp(noise * draw.normal(size=len(some)))
     took = [price(MODEL(one.placement), one, truth).seconds for one in some]
-    runs = [Timed(one, t * o, at) for at, (one, t, o) in enumerate(zip(some, took, off), 1)]
+    runs = [MeasuredRun(one, t * o, at) for at, (one, t, o) in enumerate(zip(some, took, off), 1)]
     return truth, runs, [MODEL(one.placement) for one in some]
 
 
@@ -65,12 +65,12 @@ def test_the_machine_that_made_runs_is_found(seed: int, noise: float) -> None:
     """Each constant about as far off as is said; settings that nobody ran are told as well."""
     truth, runs, chains = drawn(seed, noise)
     found = fitted_to_runs(runs, chains, A100)
-    assert found.error(found.told) < 0.006 + noise
-    assert found.error(found.told) <= found.error(found.alone) < 0.01 + 1.5 * noise
+    assert found.error(found.predicted) < 0.006 + noise
+    assert found.error(found.predicted) <= found.error(found.left_out) < 0.01 + 1.5 * noise
     for name in TOLD:
-        assert name not in found.kept
+        assert name not in found.unfitted
         off = abs(np.log(reached(found.cluster, name) / reached(truth, name)))
-        assert off < 3 * np.log1p(float(found.how[name].split()[-1].rstrip("%")) / 100 + 0.01)
+        assert off < 3 * np.log1p(float(found.remarks[name].split()[-1].rstrip("%")) / 100 + 0.01)
     for one in SETTINGS:
         chain = MODEL(one.placement)
         told = price(chain, one, found.cluster).seconds
@@ -93,10 +93,10 @@ def test_what_no_run_tells_is_said() -> None:
         for one, chain in zip(alone, chains, strict=True)
     ]
     found = fitted_to_runs(runs, chains, A100)
-    assert {"linked", "routed", "overlap"} <= set(found.kept)
+    assert {"linked", "routed", "overlap"} <= set(found.unfitted)
     assert found.cluster.linked == A100.linked
-    assert "not told" in found.how["linked"]
-    assert found.error(found.told) < 0.01
+    assert "not told" in found.remarks["linked"]
+    assert found.error(found.predicted) < 0.01
 
 
 def weighted(matrix: Array, logs: Array) -> Array:
@@ -111,13 +111,13 @@ def test_a_run_left_out_is_told_as_by_a_fit_without_it() -> None:
     parts = draw.uniform(0.1, 1, (12, 3))
     took = (parts * [0.5, 1.5, 1.0]).sum(1) * np.exp(0.03 * draw.normal(size=12))
     matrix, start = parts / took[:, None], np.zeros(3)
-    whole = most_likely(partial(weighted, matrix), start)
+    whole = fit_constants(partial(weighted, matrix), start)
     for at in range(12):
         rest = np.delete(matrix, at, 0)
-        found = most_likely(partial(weighted, rest), start)
+        found = fit_constants(partial(weighted, rest), start)
         off = float(np.log(matrix[at] @ np.exp(found.logs)))
-        assert whole.alone[at] == pytest.approx(off, abs=0.006)
-    assert abs(whole.alone).mean() > 1.1 * abs(whole.off).mean()
+        assert whole.left_out_log_errors[at] == pytest.approx(off, abs=0.006)
+    assert abs(whole.left_out_log_errors).mean() > 1.1 * abs(whole.log_errors).mean()
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_both_forms_of_a_table_say_the_same(tmp_path: Path) -> None:
     assert found == read_runs(tmp_path / "runs.json")
     assert [one.row for one in found] == [1, 2, 3, 5]
     assert found[0].setting == Setting(Placement(1, 2, True), micro=4, zero=0)
-    assert found[1].setting.again == (ALL, ALL) and found[1].setting.axes[0] == "pp"
+    assert found[1].setting.again == (ALL_UNITS, ALL_UNITS) and found[1].setting.axes[0] == "pp"
     assert (found[2].setting.cuts, found[2].setting.again) == ((10, 8), (1, 0))
     placed = Placement(2, offload="both", slices=2)
     assert found[3].setting == Setting(placed, 2, zero=3)

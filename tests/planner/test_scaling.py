@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schedlang.passes.planner.span import longest
+from schedlang.passes.planner.critical_path import find_critical_path
 from tests.benchmarks.scaling import TABLES, TOLD, Row, constant, error, long_sequences, slower
 
 
@@ -79,6 +79,6 @@ def test_interleaving(row: tuple[float, ...]) -> None:
         ("Interleaved1F1B", 3, interleaved, ranks * send),
     ):
         f, i, w = (np.full(places * chunks, one / chunks) for one in times)
-        way = longest(name, places, chunks, int(micro), f, i, w, send)
+        way = find_critical_path(name, places, chunks, int(micro), f, i, w, send)
         took = way.seconds(f, i, w, send) - less
         assert 1 - whole / took == pytest.approx(idle, abs=1e-4 if less else 1.2e-3)

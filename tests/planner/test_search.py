@@ -13,17 +13,24 @@ from hypothesis import strategies as st
 
 from schedlang.ir.limits import AXES, Limits
 from schedlang.passes.planner.bounds import (
-    Clock,
+    ChainTimes,
     bytes_floor,
-    seconds_bounds,
-    span_floor,
-    sums_floor,
+    pipeline_floor,
+    replica_floor,
+    step_bounds,
 )
-from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import collective, price
-from schedlang.passes.planner.search import ANY, Found, search, why
-from schedlang.passes.planner.space import ORDERS, Job, groups, joined, rows_of, ways
+from schedlang.passes.planner.evaluation import EvaluatedSetting, Evaluator
+from schedlang.passes.planner.limits import satisfies_limits
+from schedlang.passes.planner.price import collective_seconds, price
+from schedlang.passes.planner.search import NO_LIMITS, SearchResult, explain_rejection, search
+from schedlang.passes.planner.search_space import (
+    ORDERS,
+    Job,
+    concatenate_candidates,
+    iter_placements,
+    list_candidates,
+    microbatch_rows,
+)
 from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from tests.planner.decoders import decoder
@@ -60,19 +67,24 @@ def jobs(draw: st.DrawFn, some: bool = False) -> tuple[Profiles, Job]:
     job = Job(ranks, rows, cluster, Recipe(), 2048, experts, draw(st.booleans()))
     if some:
         orders = ("1F1B", "GPipe", *draw(st.sampled_from(list(combinations(OTHERS, 2)))))
-        job = replace(job, orders=orders, offload=draw(st.booleans()))
+        job = replace(job, orders=orders, can_offload=draw(st.booleans()))
     return profiles, job
 
 
-def every(profiles: Profiles, job: Job, limits: Limits = ANY) -> list[tuple[Clock, Setting]]:
+def every(
+    profiles: Profiles, job: Job, limits: Limits = NO_LIMITS
+) -> list[tuple[ChainTimes, Setting]]:
     """All ways, with the times of their chains."""
     found = []
-    for group in groups(job, limits):
-        for rows in rows_of(job, group, limits):
+    for group in iter_placements(job, limits):
+        for rows in microbatch_rows(job, group, limits):
             chain = profiles(replace(group, rows=rows))
-            some = ways(job, chain, limits)
+            some = list_candidates(job, chain, limits)
             if some is not None:
-                clock, (_, laid) = Clock(chain, job), some.laid(np.arange(len(some)))
+                clock, (_, laid) = (
+                    ChainTimes(chain, job),
+                    some.in_all_axis_orders(np.arange(len(some))),
+                )
                 found += [(clock, laid.setting(at)) for at in range(len(laid))]
     return found
 
@@ -83,27 +95,27 @@ def test_chains_of_other_runs_are_bounded_each_by_itself() -> None:
     one = decoder(4, 256, 8, 512, 512, 2048)(Placement(1))
     runs = (part for run in one.runs for part in [replace(run, count=1)] * run.count)
     chains = one, replace(one, runs=tuple(runs))
-    apart = [(ways(job, chain, ANY), Clock(chain, job)) for chain in chains]
+    apart = [(list_candidates(job, chain, NO_LIMITS), ChainTimes(chain, job)) for chain in chains]
     some, clocks = zip(*apart)
     for laid in (True, False):
-        each = [seconds_bounds(some, [clock], laid)[0] for some, clock in apart]
-        whole = seconds_bounds(joined(some), clocks, laid)[0]
+        each = [step_bounds(some, [clock], laid)[0] for some, clock in apart]
+        whole = step_bounds(concatenate_candidates(some), clocks, laid)[0]
         assert np.allclose(whole, np.concatenate(each))
 
 
-def in_all_orders(ways: list[tuple[Clock, Setting]]) -> list[tuple[Clock, Setting]]:
+def in_all_orders(ways: list[tuple[ChainTimes, Setting]]) -> list[tuple[ChainTimes, Setting]]:
     """Ways with their axes in every order, whatever shares a node."""
     once = {replace(way, axes=AXES): clock for clock, way in ways}
     return [(c, replace(way, axes=one)) for way, c in once.items() for one in permutations(AXES)]
 
 
-def last(profiles: Profiles, job: Job, limits: Limits = ANY) -> Found:
+def last(profiles: Profiles, job: Job, limits: Limits = NO_LIMITS) -> SearchResult:
     *_, found = search(profiles, job, limits, moves=0)
     assert found.done
     return found
 
 
-def seconds(found: Found) -> float:
+def seconds(found: SearchResult) -> float:
     return found.best.least if found.best else np.inf
 
 
@@ -112,8 +124,8 @@ def seconds(found: Found) -> float:
 def test_what_is_found_is_the_best_of_all_ways(case):
     """What best-first search finds is the least of all ways filled in and priced, each better."""
     profiles, job = case
-    filler = Filler(job)
-    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job)]
+    filler = Evaluator(job)
+    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job)]
     fit = [one.least for one in all_ if one.priced is not None]
     for one in all_:
         assert one.priced is None or one.needs == one.priced.peak
@@ -139,15 +151,15 @@ def test_axes_are_found_in_the_best_of_all_orders(case, pinned):
     """Orders that are left out cost the same as one that is not; what is pinned is kept."""
     profiles, job = case
     limits = Limits({"pp": tuple(range(2, 9)), "offload": ("none",), "zero": (0, 1)})
-    limits = limits.limited("pin", "axes", pinned) if pinned else limits
-    filler, some = Filler(job, limits), every(profiles, job, limits)
+    limits = limits.with_limit("pin", "axes", pinned) if pinned else limits
+    filler, some = Evaluator(job, limits), every(profiles, job, limits)
     tried = (
-        filler.filled(clock, way) for clock, way in in_all_orders(some) if admitted(limits, way)
+        filler.evaluate(clock, way) for clock, way in in_all_orders(some) if admitted(limits, way)
     )
     found = last(profiles, job, limits)
     fit = [one.least for one in tried if one.priced is not None]
     assert seconds(found) == pytest.approx(min(fit, default=np.inf), rel=1e-12)
-    assert found.best is None or kept(limits, found.best.setting)
+    assert found.best is None or satisfies_limits(limits, found.best.setting)
 
 
 def admitted(limits: Limits, way: Setting) -> bool:
@@ -157,16 +169,16 @@ def admitted(limits: Limits, way: Setting) -> bool:
 def test_other_axes_are_worth_their_place():
     """Replicas that send much are laid side by side where a pipeline sends little."""
     profiles = decoder(8, 4096, 32, 16384, 512, 512)
-    job = Job(16, 16, replace(A100, library=""), length=512, orders=("1F1B",), offload=False)
+    job = Job(16, 16, replace(A100, library=""), length=512, orders=("1F1B",), can_offload=False)
     limits = Limits({"pp": (2,), "tp": (1,), "cp": (1,)})
     found = last(profiles, job, limits)
-    usual = last(profiles, job, limits.limited("pin", "axes", ("dp-pp",)))
+    usual = last(profiles, job, limits.with_limit("pin", "axes", ("dp-pp",)))
     assert found.best is not None and found.best.setting.axes.index("pp") == 0
     assert seconds(usual) / seconds(found) > 1.02
     assert "axes" in {one.kind.split(" ")[0] for one in found.rejected}
 
 
-def _chain(profiles: Profiles, filled: Filled) -> Chain:
+def _chain(profiles: Profiles, filled: EvaluatedSetting) -> Chain:
     return profiles(filled.setting.placement)
 
 
@@ -180,13 +192,13 @@ def test_what_leaves_for_the_host_is_found(host, memory, best):
     cluster = replace(A100, host=host, memory=int(memory * 2**30), library="")
     job = Job(2, 16, cluster, length=2048, orders=("1F1B", "GPipe"))
     limits = Limits(pinned={"tp": (1,), "zero": (0, 1)})
-    filler = Filler(job, limits)
-    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job, limits)]
+    filler = Evaluator(job, limits)
+    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job, limits)]
     found = last(profiles, job, limits)
     assert found.best is not None
     assert found.best.least == min(one.least for one in all_ if one.priced is not None)
     assert found.best.setting.placement.offload == best
-    stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).within(limits))
+    stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).combined_with(limits))
     assert (seconds(stays) > seconds(found)) == (best != "none")
 
 
@@ -194,17 +206,17 @@ def test_what_leaves_for_the_host_is_found(host, memory, best):
 def test_slices_are_found_where_a_pipeline_has_few_rows(layers):
     """They fill it, and are the best of all ways; none of a model that is not cut."""
     profiles = decoder(layers, 4096, 32, 16384, 512, 8192)
-    job = Job(4, 2, replace(A100, library=""), length=8192, sliced=True, offload=False)
+    job = Job(4, 2, replace(A100, library=""), length=8192, can_slice=True, can_offload=False)
     limits = Limits(pinned={"pp": (4,)})
-    filler = Filler(job, limits)
-    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job, limits)]
+    filler = Evaluator(job, limits)
+    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job, limits)]
     found = last(profiles, job, limits)
     assert found.best is not None and found.best.setting.placement.slices > 1
     assert found.best.least == min(one.least for one in all_ if one.priced is not None)
-    assert seconds(last(profiles, replace(job, sliced=False), limits)) > seconds(found)
-    slow = Limits(pinned={"slices": (16,)}).within(limits)
+    assert seconds(last(profiles, replace(job, can_slice=False), limits)) > seconds(found)
+    slow = Limits(pinned={"slices": (16,)}).combined_with(limits)
     assert {way.placement.slices for _, way in every(profiles, job, slow)} == {16}
-    assert not every(profiles, replace(job, sliced=False), slow)
+    assert not every(profiles, replace(job, can_slice=False), slow)
 
 
 @FEW
@@ -212,13 +224,13 @@ def test_slices_are_found_where_a_pipeline_has_few_rows(layers):
 def test_no_bound_is_above_a_price(case, random):
     """Bounds of seconds and bytes hold for any cuts and any units computed again."""
     profiles, job = case
-    for group in groups(job, Limits()):
-        chain = profiles(replace(group, rows=random.choice(rows_of(job, group, Limits()))))
-        some = ways(job, chain, Limits())
+    for group in iter_placements(job, Limits()):
+        chain = profiles(replace(group, rows=random.choice(microbatch_rows(job, group, Limits()))))
+        some = list_candidates(job, chain, Limits())
         if some is None:
             continue
-        clock, at = Clock(chain, job), random.randrange(len(some))
-        low, least = seconds_bounds(some, [clock])[0][at], bytes_floor(some, job)[at]
+        clock, at = ChainTimes(chain, job), random.randrange(len(some))
+        low, least = step_bounds(some, [clock])[0][at], bytes_floor(some, job)[at]
         way = some.setting(at)
         stages = way.pp * way.chunks
         ends = sorted(random.sample(range(1, chain.length), stages - 1))
@@ -227,11 +239,11 @@ def test_no_bound_is_above_a_price(case, random):
         one = replace(way, cuts=cuts, again=again)
         priced = price(chain, one, job.cluster, job.recipe)
         span = priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
-        assert max(low, span_floor(clock, one)) <= span * (1 + 1e-9), one
-        beside, after = (sums[at] for sums in sums_floor(some, job))
+        assert max(low, pipeline_floor(clock, one)) <= span * (1 + 1e-9), one
+        beside, after = (sums[at] for sums in replica_floor(some, job))
         assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
-        low = seconds_bounds(some, [clock], laid=False)[0][at]
-        beside, after = (sums[at] for sums in sums_floor(some, job, laid=False))
+        low = step_bounds(some, [clock], laid=False)[0][at]
+        beside, after = (sums[at] for sums in replica_floor(some, job, laid=False))
         one = replace(one, axes=random.choice(list(permutations(AXES))))
         priced = price(chain, one, job.cluster, job.recipe)
         assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
@@ -246,20 +258,20 @@ def test_the_fewest_units_are_computed_again(case, random, share):
     profiles, job = case
     some = [(c, w) for c, w in every(profiles, job) if w.chunks == 1 and w.pp < 4]
     clock, way = random.choice(some)
-    roomy = Filler(replace(job, cluster=replace(job.cluster, memory=2**60)))
-    cut = replace(roomy.filled(clock, way).setting, again=())
+    roomy = Evaluator(replace(job, cluster=replace(job.cluster, memory=2**60)))
+    cut = replace(roomy.evaluate(clock, way).setting, again=())
     prices = [
         price(clock.chain, replace(cut, again=again), job.cluster, job.recipe)
         for again in product(*(range(units + 1) for units in cut.cuts))
     ]
     peaks = sorted(one.peak for one in prices)
     memory = int(peaks[0] + share * (prices[0].peak - peaks[0]))
-    filler = Filler(replace(job, cluster=replace(job.cluster, memory=memory)))
-    filled = filler.filled(clock, way)
+    filler = Evaluator(replace(job, cluster=replace(job.cluster, memory=memory)))
+    filled = filler.evaluate(clock, way)
     fits = [one.seconds for one in prices if one.peak <= memory]
     assert (filled.priced is None) == (not fits)
     if fits and way.placement.parked:
-        assert filler.improved(clock, filled, 30).least <= 1.1 * min(fits)
+        assert filler.move_units(clock, filled, 30).least <= 1.1 * min(fits)
     elif fits:
         assert filled.least == pytest.approx(min(fits))
 
@@ -272,21 +284,21 @@ def test_of_several_stages_on_a_rank_no_choice_is_better(case, order, share):
     chain, job = profiles(Placement()), replace(job, ranks=2)
     if chain.length < 4:
         return
-    clock = Clock(chain, job)
+    clock = ChainTimes(chain, job)
     way = Setting(chain.placement, 1, 2, job.rows, order, 2, 0)
     roomy = replace(job, cluster=replace(job.cluster, memory=2**60))
-    cut = Filler(roomy).filled(clock, way).setting
+    cut = Evaluator(roomy).evaluate(clock, way).setting
     prices = [
         price(chain, replace(cut, again=again), job.cluster, job.recipe)
         for again in product(*(range(units + 1) for units in cut.cuts))
     ]
     peaks = sorted(one.peak for one in prices)
     memory = int(peaks[0] + share * (prices[0].peak - peaks[0])) + 1
-    filler = Filler(replace(job, cluster=replace(job.cluster, memory=memory)))
-    filled = filler.filled(clock, way)
+    filler = Evaluator(replace(job, cluster=replace(job.cluster, memory=memory)))
+    filled = filler.evaluate(clock, way)
     if filled.priced is not None:
         fits = min(one.seconds for one in prices if one.peak <= memory)
-        assert filler.improved(clock, filled, 60).least <= fits * (1 + 1e-6)
+        assert filler.move_units(clock, filled, 60).least <= fits * (1 + 1e-6)
 
 
 @FEW
@@ -294,11 +306,11 @@ def test_of_several_stages_on_a_rank_no_choice_is_better(case, order, share):
 def test_stages_of_the_programme_are_never_slower(case, random):
     """Where they are taken they fit, and are the price's own."""
     profiles, job = case
-    filler = Filler(job)
+    filler = Evaluator(job)
     clock, way = random.choice([(c, w) for c, w in every(profiles, job) if w.chunks == 1])
-    before = filler.filled(clock, way)
+    before = filler.evaluate(clock, way)
     if before.priced is not None:
-        after = filler.seeded(clock, before)
+        after = filler.split_by_programme(clock, before)
         assert after.least <= before.least and after.needs <= job.cluster.memory
         again = price(clock.chain, after.setting, job.cluster, job.recipe)
         assert again.seconds == after.least
@@ -309,11 +321,11 @@ def test_stages_of_the_programme_give_a_full_rank_fewer_units():
     profiles = decoder(40, 5120, 40, 13824, 128000, 2048, gated=True)
     way = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
     job = Job(64, 128, replace(A100, memory=int(9.5 * 2**30)), length=2048)
-    clock, filler = Clock(profiles(way.placement), job), Filler(job)
-    even = filler.filled(clock, way)
-    cut = filler.seeded(clock, even)
+    clock, filler = ChainTimes(profiles(way.placement), job), Evaluator(job)
+    even = filler.evaluate(clock, way)
+    cut = filler.split_by_programme(clock, even)
     assert cut.least < 0.95 * even.least
-    both = (filler.improved(clock, one, 60).least for one in (cut, even))
+    both = (filler.move_units(clock, one, 60).least for one in (cut, even))
     assert next(both) < 0.98 * next(both)
 
 
@@ -336,17 +348,17 @@ class Slowed(Cluster):
     base: Cluster = A100
     times: float = 1.0
 
-    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: Kind, flops: float, moved: float) -> float:
         """Seconds of one operator."""
-        return self.times * self.base.operator(kind, flops, moved)
+        return self.times * self.base.operator_seconds(kind, flops, moved)
 
-    def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
+    def collective_seconds(self, op: str, size: float, ranks: int, apart: int) -> float:
         """Seconds of one collective."""
-        return self.times * collective(self.base, op, size, ranks, apart)
+        return self.times * collective_seconds(self.base, op, size, ranks, apart)
 
-    def copying(self, size: float) -> float:
+    def copy_seconds(self, size: float) -> float:
         """Seconds of a copy to the host, or back."""
-        return self.times * self.base.copying(size)
+        return self.times * self.base.copy_seconds(size)
 
 
 @FEW
@@ -372,7 +384,7 @@ def test_what_is_pinned_is_kept_and_never_better(case, pin):
     limits = Limits(pinned={name: (pin[1],)})
     pinned = last(profiles, job, limits)
     assert seconds(pinned) >= seconds(free) * (1 - 1e-12)
-    assert pinned.best is None or kept(limits, pinned.best.setting)
+    assert pinned.best is None or satisfies_limits(limits, pinned.best.setting)
     if free.best is not None:
-        told = why(profiles, job, limits, free)
+        told = explain_rejection(profiles, job, limits, free)
         assert told.reason

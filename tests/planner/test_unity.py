@@ -14,22 +14,22 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.modelfile import load_model_file
-from schedlang.ir.primitive import scratch
+from schedlang.ir.primitive import isolated_registry
 from schedlang.language.syntax import parse
-from schedlang.passes.complete.proposal import Trial
+from schedlang.passes.complete.proposed_rows import RowTrial
 from schedlang.passes.elaborate.state import Settings
-from schedlang.passes.planner.operators.asked import Asked
-from schedlang.passes.planner.operators.graph import Graph, graph_of
-from schedlang.passes.planner.operators.named import menu
-from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.rows import alone, layouts
-from schedlang.passes.planner.operators.solve import solve
+from schedlang.passes.planner.operators.layout_requests import LayoutRequest
+from schedlang.passes.planner.operators.layout_rows import find_legal_layouts, layout_schedule
+from schedlang.passes.planner.operators.operator_graph import Graph, build_graph
+from schedlang.passes.planner.operators.paper_planners import axis_requests
+from schedlang.passes.planner.operators.placements import AxisPlacement, MeshPlacement
+from schedlang.passes.planner.operators.solver import solve
 from schedlang.passes.planner.operators.unity import (
-    Price,
     Substitution,
-    applied,
-    searched,
-    substitutions,
+    SubstitutionPrice,
+    apply_substitutions,
+    find_substitutions,
+    search_substitutions,
 )
 from schedlang.passes.planner.values import Kind
 from schedlang.schedule import Schedule
@@ -89,10 +89,10 @@ X = {"x": torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0))}
 
 
 @cache
-def known() -> tuple[Trial, Graph, list[Substitution]]:
+def known() -> tuple[RowTrial, Graph, list[Substitution]]:
     trial = trial_of(Stack(Block() for _ in range(2)).double(), X)
-    graph = graph_of(trial)
-    return trial, graph, substitutions(trial, graph)
+    graph = build_graph(trial)
+    return trial, graph, find_substitutions(trial, graph)
 
 
 def sequences(
@@ -107,9 +107,9 @@ def sequences(
 
 def price(graph: Graph, those: Sequence[Substitution], limit: float) -> float:
     """The best layouts of the graph that substitutions make, built anew."""
-    on, best = applied(graph, those), math.inf
-    for asked in menu(Asked(2, Starts(1.0))):
-        found = solve(Joint((Placed(on, asked),)).problem, limit)
+    on, best = apply_substitutions(graph, those), math.inf
+    for asked in axis_requests(LayoutRequest(2, Starts(1.0))):
+        found = solve(MeshPlacement((AxisPlacement(on, asked),)).problem, limit)
         best = min(best, found.seconds if found else math.inf)
     return best
 
@@ -127,54 +127,59 @@ def test_the_language_has_kernels_and_recomputation_as_substitutions() -> None:
 def test_rotations_and_sums_before_norms_are_one_kernel_each() -> None:
     """Of a Llama's layer: what turns queries and keys, and the sum that the second norm reads."""
     trial = trial_of(models.llama(layers=2), models.tokens(8))
-    graph = graph_of(trial)
-    found = {str(one.row): one for one in substitutions(trial, graph)}
+    graph = build_graph(trial)
+    found = {str(one.row): one for one in find_substitutions(trial, graph)}
     for row, names, inside in (
         ("model.layers.*.self_attn  replace_kernel(rope)", "mul cat mul add " * 2, 6),
         ("model.layers.*  replace_kernel(add_norm)", "add LlamaRMSNorm", 1),
     ):
         nodes = sorted(found[row].nodes)
         assert [graph.nodes[at].step.name for at in nodes] == names.split()
-        made = [applied(graph, [found[row]]).nodes[at] for at in nodes]
+        made = [apply_substitutions(graph, [found[row]]).nodes[at] for at in nodes]
         assert [one.kernels for one in made] == [1] + [0] * (len(nodes) - 1)
-        results = {graph.result(at, 0) for at in nodes}  # of which some are not read from memory
-        assert len(results & {name for one in made for name in one.within}) == inside
+        results = {
+            graph.result_name(at, 0) for at in nodes
+        }  # of which some are not read from memory
+        assert len(results & {name for one in made for name in one.inside_kernel}) == inside
     both = [found[row] for row in found if "_layernorm" in row or "add_norm" in row]
     assert sum(one.clashes(other) for one in both for other in both if one != other) == 2
 
 
 def test_products_of_one_input_are_merged_where_the_verb_is_known() -> None:
     """What they read is read once, and one product starts."""
-    with scratch():
+    with isolated_registry():
         found = load_model_file("examples/techniques/merge_products/model.py", None)
         trial = trial_of(found.model(), {"x": torch.ones(4, 6, 8), "y": torch.ones(4, 6, 8)})
-        graph = graph_of(trial)
-        rule = substitutions(trial, graph)[0]
+        graph = build_graph(trial)
+        rule = find_substitutions(trial, graph)[0]
         sys.modules.pop("merge_products")
     assert str(rule.row) == "layers.*  merge_products(q, k, v)"
-    nodes = [applied(graph, [rule]).nodes[at] for at in sorted(rule.nodes)]
-    assert [(one.kernels, *one.within) for one in nodes] == [(1,), (0, "x"), (0, "x")]
+    nodes = [apply_substitutions(graph, [rule]).nodes[at] for at in sorted(rule.nodes)]
+    assert [(one.kernels, *one.inside_kernel) for one in nodes] == [(1,), (0, "x"), (0, "x")]
 
 
 @pytest.mark.parametrize("share", [math.inf, 1.0, 0.7])
 def test_equals_all_sequences_of_substitutions(share: float) -> None:
     """Freely, and where memory binds; never worse than layouts alone."""
     _, graph, rules = known()
-    alone = solve(Joint((Placed(graph, Asked(2, Starts(1.0))),)).problem)
+    alone = solve(MeshPlacement((AxisPlacement(graph, LayoutRequest(2, Starts(1.0))),)).problem)
     assert alone is not None
     limit = share * alone.bytes
-    joints = [Joint((Placed(graph, asked),)) for asked in menu(Asked(2, Starts(1.0)))]
-    fast = Price(joints, rules, limit)
+    joints = [
+        MeshPlacement((AxisPlacement(graph, asked),))
+        for asked in axis_requests(LayoutRequest(2, Starts(1.0)))
+    ]
+    fast = SubstitutionPrice(joints, rules, limit)
     every = [price(graph, [rules[k] for k in those], limit) for those in sequences(rules)]
-    whole = searched(rules, fast, alpha=math.inf)
+    whole = search_substitutions(rules, fast, alpha=math.inf)
     assert whole[0][0] == min(every) and len(whole) == len(
         {frozenset(s) for s, cost in zip(sequences(rules), every) if cost < math.inf}
     )
-    assert searched(rules, fast)[0][0] == min(every) <= price(graph, [], limit)
+    assert search_substitutions(rules, fast)[0][0] == min(every) <= price(graph, [], limit)
     for _, state in whole if math.isinf(share) else ():
-        for free, joint, on in zip(fast.free, joints, fast.on(state)):
+        for free, joint, on in zip(fast.unlimited_seconds, joints, fast.problems_after(state)):
             after = solve(on.problem)
-            assert after and free - after.seconds <= on.saves(joint) * (1 + 1e-9)
+            assert after and free - after.seconds <= on.max_saving(joint) * (1 + 1e-9)
     chosen = {str(rules[k].row) for k in whole[0][1]}
     assert any("fuse" in row for row in chosen)
     assert any("checkpoint" in row for row in chosen) == (share < 1.0)
@@ -183,9 +188,9 @@ def test_equals_all_sequences_of_substitutions(share: float) -> None:
 def test_a_substitution_is_solved_as_exactly_as_a_graph() -> None:
     """The layouts beside one are the best of all choices."""
     _, graph, rules = known()
-    on = applied(graph, rules[1:])
-    for asked in menu(Asked(2, Starts(1.0)))[:2]:
-        placed = Placed(on, asked)
+    on = apply_substitutions(graph, rules[1:])
+    for asked in axis_requests(LayoutRequest(2, Starts(1.0)))[:2]:
+        placed = AxisPlacement(on, asked)
         found = solve(placed.problem)
         assert found is not None and math.isclose(found.seconds, cheapest(placed, math.inf))
 
@@ -193,17 +198,20 @@ def test_a_substitution_is_solved_as_exactly_as_a_graph() -> None:
 def test_a_kernel_moves_and_keeps_nothing_inside_and_starts_once() -> None:
     """Gates: the activation between them is neither written nor kept."""
     _, graph, rules = known()
-    costs = Asked(2, Starts(1.0))
-    before, after = (Joint((Placed(one, costs),)) for one in (graph, applied(graph, rules[1:2])))
+    costs = LayoutRequest(2, Starts(1.0))
+    before, after = (
+        MeshPlacement((AxisPlacement(one, costs),))
+        for one in (graph, apply_substitutions(graph, rules[1:2]))
+    )
     nodes = sorted(rules[1].nodes)
-    whole = [before.options[at].index((before.parts[0].options[at][0],)) for at in nodes]
+    whole = [before.options[at].index((before.axes[0].options[at][0],)) for at in nodes]
     took = [
-        sum(joint.operator(at, joint.options[at][k]) for at, k in zip(nodes, whole))
+        sum(joint.operator_seconds(at, joint.options[at][k]) for at, k in zip(nodes, whole))
         for joint in (before, after)
     ]
-    inside = graph.bytes(graph.result(nodes[0], 0))
+    inside = graph.bytes(graph.result_name(nodes[0], 0))
     assert took[0] - took[1] == 2 * 50.0 + 3 * 2 * inside  # forward, and twice backward
-    kept = [joint.kept(nodes[0], joint.options[nodes[0]][0]) for joint in (before, after)]
+    kept = [joint.saved_bytes(nodes[0], joint.options[nodes[0]][0]) for joint in (before, after)]
     assert kept == [2 * inside, 0.0]
 
 
@@ -214,11 +222,11 @@ def itself(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def test_what_is_written_computes_the_same(threads: Threads) -> None:
     """Kernels, then blocks that run again where memory binds, then layouts: on two ranks."""
     trial, graph, _ = known()
-    asked = {"tp": Asked(2, Starts(1e-3))}
-    free = layouts(trial, asked)
+    asked = {"tp": LayoutRequest(2, Starts(1e-3))}
+    free = find_legal_layouts(trial, asked)
     assert free is not None
-    found = layouts(trial, asked, 0.8 * free[0].solution.bytes, substituted=True)
-    assert found is not None and "checkpoint" in str(found[0].above[-1])
-    written = alone("Stack", {"tp": 2}, found, trial).text
+    found = find_legal_layouts(trial, asked, 0.8 * free[0].solution.bytes, substituted=True)
+    assert found is not None and "checkpoint" in str(found[0].first_rows[-1])
+    written = layout_schedule("Stack", {"tp": 2}, found, trial).text
     plan = Schedule(trial.facts.model, parse(Source("u.sched", written)), Settings()).plan()
     proven(threads, plan, [X], loss=itself)

@@ -13,23 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.ir.limits import Limits
-from schedlang.passes.planner.fill import Filled
-from schedlang.passes.planner.named import cut_as
+from schedlang.passes.planner.evaluation import EvaluatedSetting
+from schedlang.passes.planner.heterogeneous import (
+    NODE_AXIS_ORDERS,
+    HeterogeneousEvaluator,
+    evaluator_of,
+    node_orders,
+    replica_machines,
+    split_for_slowest,
+    split_rows,
+)
+from schedlang.passes.planner.paper_planners import split_as_planner
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.search import search
-from schedlang.passes.planner.space import Job, groups, rows_of, ways
-from schedlang.passes.planner.unlike import (
-    AXES,
-    Unlike,
-    bottleneck,
-    dealt,
-    filler_of,
-    laid,
-    orders,
+from schedlang.passes.planner.search_space import (
+    Job,
+    iter_placements,
+    list_candidates,
+    microbatch_rows,
 )
 from schedlang.passes.planner.values import Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
-from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
+from schedlang.passes.simulate.node_cluster import Node, Nodes, cluster_of_nodes
 from tests.planner.decoders import decoder
 
 A100, V100 = CLUSTERS["a100"], CLUSTERS["v100"]
@@ -41,7 +46,7 @@ def cluster(*ranks: int, **network: object) -> Nodes:
     """Nodes of so many ranks, of an A100 and of a V100 in turn."""
     kinds = (A100, V100)
     nodes = [Node(replace(kinds[at % 2], node=count)) for at, count in enumerate(ranks)]
-    return of_nodes("mixed", nodes, **network)
+    return cluster_of_nodes("mixed", nodes, **network)
 
 
 def parts(count: int, into: int) -> Iterator[Shape]:
@@ -65,7 +70,7 @@ def test_stages_are_cut_for_the_slowest_replica_of_each(
     """No other cut has a quicker slowest stage, of any replicas on devices of any speeds."""
     every = [[*one, *[3] * more] for one in [*speeds, [1, 1]]]
     totals = [[np.array([0.0, *accumulate(times)]) / v for v in one] for one in every]
-    found = bottleneck(totals)
+    found = split_for_slowest(totals)
     stages = len(every[0])
     if len(times) < stages:
         assert found is None
@@ -99,7 +104,7 @@ def test_rows_are_dealt_so_that_the_last_ends_earliest(
         speed, start = speeds[at]
         return np.inf if room and k > room[at] else start + k / speed
 
-    found = dealt(count, [partial(took, at) for at in range(len(speeds))])
+    found = split_rows(count, [partial(took, at) for at in range(len(speeds))])
     assert sum(found) == count and min(found) >= 1
 
     def end(way: Shape) -> float:
@@ -114,9 +119,9 @@ def test_rows_are_dealt_so_that_the_last_ends_earliest(
 def test_orders_of_nodes_differ_and_all_are_there() -> None:
     """Nodes alike change places with nothing; of many nodes a few orders are left."""
     one, two = Node(A100), Node(V100)
-    assert len(orders((one, two, one, two))) == 6
-    assert len(orders((one,) * 5)) == 1
-    few = orders((one, two) * 4)
+    assert len(node_orders((one, two, one, two))) == 6
+    assert len(node_orders((one,) * 5)) == 1
+    few = node_orders((one, two) * 4)
     assert 3 <= len(few) <= 4
     assert all(sorted(order) == list(range(8)) for order in few)
 
@@ -125,8 +130,11 @@ def test_replicas_are_of_one_device_or_virtual_workers_of_several() -> None:
     """dp outside: a replica has a node of its own; pp outside: each has stages on both."""
     nodes = cluster(2, 2)
     setting = Setting(Placement(), dp=2, pp=2)
-    own = [[one.speed for one in some] for some in laid(setting, nodes)]
-    worker = [[one.speed for one in some] for some in laid(replace(setting, axes=AXES[1]), nodes)]
+    own = [[one.speed for one in some] for some in replica_machines(setting, nodes)]
+    worker = [
+        [one.speed for one in some]
+        for some in replica_machines(replace(setting, axes=NODE_AXIS_ORDERS[1]), nodes)
+    ]
     assert own == [[A100.speed] * 2, [V100.speed] * 2]
     assert worker == [[A100.speed, V100.speed]] * 2
 
@@ -134,7 +142,7 @@ def test_replicas_are_of_one_device_or_virtual_workers_of_several() -> None:
 def test_what_takes_ranks_to_be_alike_refuses_others() -> None:
     """Prices of one machine, and planners by name: they would ignore what is unlike."""
     setting = Setting(Placement(), pp=2)
-    for ask in (price, partial(cut_as, "pipedream")):
+    for ask in (price, partial(split_as_planner, "pipedream")):
         with pytest.raises(TypeError, match="1 a100 of 80 GiB, 1 v100 of 32 GiB: this takes all"):
             ask(SMALL(setting.placement), setting, cluster(1, 1))
 
@@ -142,17 +150,17 @@ def test_what_takes_ranks_to_be_alike_refuses_others() -> None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def every(filler: Unlike, job: Job, limits: Limits) -> Iterator[Filled]:
+def every(filler: HeterogeneousEvaluator, job: Job, limits: Limits) -> Iterator[EvaluatedSetting]:
     """All ways, orders of axes and nodes, cuts, and rows of replicas, priced."""
-    for group in groups(job, limits):
-        for rows in rows_of(job, group, limits):
-            found = ways(job, SMALL(replace(group, rows=rows)), limits)
+    for group in iter_placements(job, limits):
+        for rows in microbatch_rows(job, group, limits):
+            found = list_candidates(job, SMALL(replace(group, rows=rows)), limits)
             for at in range(len(found) if found is not None else 0):
                 assert found is not None
                 way = found.setting(at)
                 count = way.placement.rows * way.dp
                 for axes, order, cuts, dealt_ in product(
-                    AXES,
+                    NODE_AXIS_ORDERS,
                     permutations(range(len(filler._nodes.nodes))),
                     parts(found.chain.length, way.pp),
                     parts(count, way.dp),
@@ -177,7 +185,7 @@ def jobs(draw: st.DrawFn) -> Job:
         )
         for count in sizes
     ]
-    found = of_nodes("mixed", nodes, over=draw(st.sampled_from([1.0, 4.0])))
+    found = cluster_of_nodes("mixed", nodes, over=draw(st.sampled_from([1.0, 4.0])))
     rows = found.ranks * draw(st.sampled_from([1, 2] if found.ranks < 6 else [1]))
     return Job(found.ranks, rows, found, Recipe(), 512, orders=("1F1B",))
 
@@ -185,8 +193,8 @@ def jobs(draw: st.DrawFn) -> Job:
 def against_all(job: Job, **pinned: tuple[str, ...]) -> float:
     """Hold a search to all that there is; how much slower it is than the best of these."""
     limits = Limits(pinned={"zero": (0, 1), "cp": (1,), "sequence": (False,), **pinned})
-    filler = filler_of(SMALL, job, limits)
-    assert isinstance(filler, Unlike)
+    filler = evaluator_of(SMALL, job, limits)
+    assert isinstance(filler, HeterogeneousEvaluator)
     fit = [one.least for one in every(filler, job, limits) if one.priced is not None]
     *_, last = search(SMALL, job, limits)
     if last.best is None:
@@ -200,7 +208,7 @@ def test_stages_are_cut_as_memory_has_room(ranks: int, memories: tuple[float, fl
     """Where the quick device is the small one, stages of as long each do not fit, and others do."""
     kinds = zip((A100, V100), memories, strict=True)
     nodes = [Node(replace(one, node=ranks, memory=int(gib * 2**30))) for one, gib in kinds]
-    whole = of_nodes("mixed", nodes)
+    whole = cluster_of_nodes("mixed", nodes)
     assert against_all(Job(whole.ranks, whole.ranks, whole, Recipe(), 512, orders=("1F1B",))) == 1
 
 
@@ -209,7 +217,7 @@ def test_what_lies_on_hosts_is_searched_where_it_is_asked_for(offload: str) -> N
     """Equal to all that there is; unasked nothing is offloaded, and nothing fits."""
     kinds = zip((A100, V100), (0.8, 0.6), strict=True)
     nodes = [Node(replace(one, node=1, memory=int(gib * 2**30))) for one, gib in kinds]
-    job = Job(2, 2, of_nodes("mixed", nodes), Recipe(), 512, orders=("1F1B",))
+    job = Job(2, 2, cluster_of_nodes("mixed", nodes), Recipe(), 512, orders=("1F1B",))
     assert against_all(job, offload=(offload,)) == 1
     *_, last = search(SMALL, job, Limits(pinned={"offload": (offload,)}))
     assert last.best is not None and last.best.setting.placement.offload == offload

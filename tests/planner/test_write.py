@@ -18,8 +18,8 @@ from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.profile import Profiles
+from schedlang.passes.planner.schedule_writer import write_schedule
 from schedlang.passes.planner.values import Placement, Setting
-from schedlang.passes.planner.write import written
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 P = Placement
@@ -93,7 +93,7 @@ CASES = [
 def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: list[str]) -> None:
     """It is what the formatter makes of it, has the rows that were asked for, and is legal."""
     source = profiles(name)
-    made = written(source, setting, ["a remark that stays"])
+    made = write_schedule(source, setting, ["a remark that stays"])
     text = made.text
     tree = parse(Source("written", text))
     assert tree == made and printer.to_text(tree) == printer.to_text(made) == text
@@ -107,7 +107,7 @@ def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: lis
 
 def test_a_recipe_is_a_step() -> None:
     """A model that computes in 16 bits says so above all else."""
-    told = written(profiles("llama", "bf16"), Setting(P(1, tp=2))).text.splitlines()
+    told = write_schedule(profiles("llama", "bf16"), Setting(P(1, tp=2))).text.splitlines()
     assert told.index("  cast(bf16, params=true)") < told.index('step "tensor parallel" {')
 
 
@@ -115,9 +115,9 @@ def test_what_has_no_rows_is_refused() -> None:
     """Two layers cannot be three stages; no experts lie in a Llama."""
     source = profiles("mixtral")
     with pytest.raises(ValueError, match="does not cut"):
-        written(source, Setting(P(1), pp=2, cuts=(1, 1)))
+        write_schedule(source, Setting(P(1), pp=2, cuts=(1, 1)))
     with pytest.raises(Refusal, match="S212"):
-        written(profiles("llama"), Setting(P(1, ep=2), dp=2))
+        write_schedule(profiles("llama"), Setting(P(1, ep=2), dp=2))
 
 
 PROVEN = [
@@ -150,7 +150,7 @@ PROVEN = [
 def test_a_text_is_proven(name: str, dtype: str, setting: Setting, tmp_path: Path) -> None:
     """Against the untouched original, with fewer layers too."""
     file = tmp_path / "written.sched"
-    file.write_text(written(profiles(name, dtype), setting).text, encoding="utf-8")
+    file.write_text(write_schedule(profiles(name, dtype), setting).text, encoding="utf-8")
     model = str(EXAMPLES / name / "model.py")
     more = [] if name == "t5" else ["--shrink"]  # that of the example has no smaller sizes
     ran = CliRunner().invoke(app, ["verify", str(file), "--model", model, *more])

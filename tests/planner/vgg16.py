@@ -7,7 +7,7 @@ Views and dropouts, which take no time, are left out.
 
 from __future__ import annotations
 
-from schedlang.passes.planner.menus import Layer
+from schedlang.passes.planner.stage_options import Layer
 
 MEASURED = (
     (22.307, 24.613, 1644167168, 7168),

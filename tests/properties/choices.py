@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from schedlang.diagnostics.source import Source
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
-from schedlang.language.kinds import surface
+from schedlang.language.kinds import signature_of
 from schedlang.language.nodes import walk
 from schedlang.language.syntax import parse
 
@@ -25,7 +25,7 @@ def choices() -> set[str]:
 
 
 def _of(verb: type[Primitive]) -> Iterator[str]:
-    for name, kind in surface(verb).types.items():
+    for name, kind in signature_of(verb).types.items():
         words = list(_words(kind))
         yield from (f"{verb.__name__} {name}={word}" for word in words)
         if not words or _numbers(kind):
@@ -55,15 +55,15 @@ def counted(text: str) -> Counter[str]:
 
 def _chosen(call: n.Call) -> set[str]:
     verb = registry()[call.name.text]
-    places = iter(surface(verb).positional)
+    places = iter(signature_of(verb).positional)
     given: dict[str, list[str]] = {}
     for argument in call.args:
         if isinstance(argument, n.Keyword):
             name, value = argument.name, argument.value
         else:
-            name, value = surface(verb).many or next(places), argument
-        free = name not in surface(verb).types  # shard(weight=S(0))
-        given.setdefault(str(surface(verb).rest) if free else name, []).extend(_texts(value))
+            name, value = signature_of(verb).many or next(places), argument
+        free = name not in signature_of(verb).types  # shard(weight=S(0))
+        given.setdefault(str(signature_of(verb).rest) if free else name, []).extend(_texts(value))
     return {verb.__name__, *_named(verb, given)}
 
 
@@ -74,7 +74,7 @@ def _texts(value: n.Expr) -> list[str]:
 
 def _named(verb: type[Primitive], given: dict[str, list[str]]) -> Iterator[str]:
     defaults = {f.name: f.default for f in fields(verb) if f.default is not MISSING}
-    for name, kind in surface(verb).types.items():
+    for name, kind in signature_of(verb).types.items():
         words = set(_words(kind))
         said = given.get(name, [str(defaults.get(name))])
         yield from (f"{verb.__name__} {name}={word}" for word in said if word in words)

@@ -14,14 +14,22 @@ from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import prove
-from schedlang.passes.verify.asked import given_up
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.observe import standard_conditions
 from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.probe import check_parts
-from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
+from schedlang.passes.verify.proof_case import (
+    Case,
+    copy_original,
+    observe_on_rank,
+    prepare_case,
+    proof_modes,
+    randomised_float64,
+    run_original,
+)
+from schedlang.passes.verify.requirements import inexact_rules
 from schedlang.report import Row
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
 from tests.proofs import Seen, sgd, trained
 from tests.properties.little import little
@@ -76,15 +84,15 @@ def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
 
     Raises Refusal as `prove` does.
     """
-    case = prepared(case_of(drawn, 1))
-    case = widened(case)
+    case = prepare_case(case_of(drawn, 1))
+    case = randomised_float64(case)
     check_parts(case)
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
-    told = conditions(case.batches, norm)[:1]
-    expected, _ = original(case, told)
-    actual = engine.run(tried, case.plan.mesh.world, case, told)[0]
+    modes, _ = proof_modes(case)
+    with enter_modes(*modes):
+        norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(case.batches[0])
+    told = standard_conditions(case.batches, norm)[:1]
+    expected, _ = run_original(case, told)
+    actual = engine.run(observe_on_rank, case.plan.mesh.world, case, told)[0]
     return compare(expected, actual, exact=not case.plan.gives_up)
 
 
@@ -94,7 +102,7 @@ def whole(drawn: Drawn, engine: Any) -> Sequence[Row]:
     `verify(exact)` is refused (S709) exactly where a row gives up equal bits; the rest is proven.
     """
     exact = [one for one in drawn.steps if one.rows == ("verify(exact)",)]
-    if exact and given_up(plan_of(drawn)):
+    if exact and inexact_rules(plan_of(drawn)):
         with pytest.raises(Refusal, match="S709"):
             prove(case_of(drawn, 3), pool=engine)
         drawn = replace(drawn, steps=tuple(one for one in drawn.steps if one not in exact))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.verify.original import randomised
+from schedlang.passes.verify.original import randomise
 from tests.properties import blocks as kinds
 from tests.properties.replaced import REPLACEMENTS
 
@@ -131,7 +131,7 @@ class Config(Short):
     def model(self) -> nn.Module:
         """The module, in float64, with no unit gain and no zero bias."""
         torch.manual_seed(self.seed)
-        made = randomised(Drawn(self).double(), self.seed)
+        made = randomise(Drawn(self).double(), self.seed)
         for name, parameter in made.named_parameters():
             frozen = self.frozen and name.startswith(f"{self.frozen}.")
             parameter.requires_grad_(not frozen)

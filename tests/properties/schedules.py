@@ -8,7 +8,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from schedlang.pipeline.schedules import ORDERS, Size, chunks_of, order
+from schedlang.pipeline.schedules import ORDERS, Size, default_chunks, make_order
 from schedlang.pipeline.timeline.table import Kind
 from tests.properties import splits
 from tests.properties.drawn import GENERATORS, PHASES, RELAX, Axes, Drawn, Step, generator, step
@@ -348,11 +348,11 @@ def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found = []
     ranks, lent = sizes.get("pp", 1), [f"lent {_at(place)}" for place in range(len(config.blocks))]
     for known in ORDERS:
-        fits = chunks_of(known.name) * ranks <= len(config.blocks)
+        fits = default_chunks(known.name) * ranks <= len(config.blocks)
         if known.relaxed or known.sliced or not fits:
             continue
         for micro in (1, 2, 3, 4):
-            if ranks == 1 or known.problem(Size(ranks, micro, chunks_of(known.name))) is None:
+            if ranks == 1 or known.problem(Size(ranks, micro, default_chunks(known.name))) is None:
                 row = f'pipeline(order="{known.name}", micro={micro})'
                 claims = lent if _parks(known.name, ranks, micro) else []
                 found.append(step("pipeline", [row], ["order", *claims]))
@@ -362,7 +362,7 @@ def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 @cache
 def _parks(name: str, ranks: int, micro: int) -> bool:
     """Whether an order says by itself what its forwards keep."""
-    kinds = order(name, ranks, micro).kind.tolist() if ranks > 1 else ()
+    kinds = make_order(name, ranks, micro).kind.tolist() if ranks > 1 else ()
     return any(kind in kinds for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE))
 
 

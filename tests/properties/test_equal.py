@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.passes.complete.complete import completed
+from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
@@ -60,7 +60,7 @@ def test_1_so_say_the_static_proofs(drawn: Drawn) -> None:
         return
     case = engine.case_of(drawn, 1)
     batch, loss = case.batches[0], case.loss
-    found = static(completed(case.plan, batch, loss), batch, loss)
+    found = static(complete_plan(case.plan, batch, loss), batch, loss)
     assert found.problems == (), [(one.code, one.title, one.notes) for one in found.problems]
 
 
@@ -109,8 +109,8 @@ def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.Da
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     """On this rank: the numbers of the elements that it holds of each parameter after a step."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.grad_reduction.zero import reshard
-    from schedlang.runtime.storage.offloaded_gradients import local
+    from schedlang.runtime.grad_reduction.zero import reshard_all
+    from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
     plan = engine.plan_of(drawn)
     start = 1.0
@@ -122,11 +122,14 @@ def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     (batch,) = engine.batches_of(drawn)
     made = build(plan, batch, optimizer=_still, loss=drawn.config.loss, seed=engine.SEED)
     made.train_step(batch)
-    reshard(made.assembly.sliced)
+    reshard_all(made.assembly.sliced)
     errors = max(made.replica_errors().values(), default=0.0)
     assert errors == 0.0, errors
     return [
-        {name: (local(p) * UNIT).flatten().tolist() for name, p in made.assembly.parameters.items()}
+        {
+            name: (local_tensor(p) * UNIT).flatten().tolist()
+            for name, p in made.assembly.parameters.items()
+        }
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.ir.primitive import conflicts, load_all, registry
+from schedlang.ir.primitive import load_all, registry, relation_of
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.runtime.launch.pool import Pool
@@ -77,7 +77,7 @@ def test_5_commuting_rows_commute(drawn: Drawn, data: st.DataObject) -> None:
     first, other = _swapped(drawn, place)
     one, two = (type(first.actions[k].primitive) for k in (place, place + 1))
     if isinstance(other, Refusal):
-        both = {conflicts(one, two), conflicts(two, one)}
+        both = {relation_of(one, two), relation_of(two, one)}
         assert both != {"commute"}, other.render()
         assert other.diagnostic.primary.span is not None
     else:

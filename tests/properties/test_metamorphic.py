@@ -15,7 +15,7 @@ from torch import Tensor
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests.engine import Threads
 from tests.proofs import Seen, adamw, assert_near, assert_same, made
 from tests.properties import engine, schedules
@@ -75,7 +75,7 @@ class Leg:
 
     def run(self, threads: Threads, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """What rank 0 has at the end."""
-        with ambient(Float64()):
+        with enter_modes(Float64()):
             plan = engine.plan_of(self.drawn)
         ready = made(plan, batches, self.drawn.config.loss)
         found: dict[str, Tensor] = threads.run(_leg, self.drawn.world, self, *ready, batches)[0]
@@ -86,7 +86,7 @@ def _leg(leg: Leg, plan: Plan, ready: Prepared, batches: Sequence[Batch]) -> dic
     """On this rank: load, train, save; whole state and optimizer state at the end."""
     from schedlang.passes.lower.build import build
 
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(
             plan,
             batches[0],
@@ -258,7 +258,7 @@ def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> 
 def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
     """On this rank: outputs of the first batch before and after training and other shapes."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.tracing.meta import tensors_in
+    from schedlang.runtime.tracing.meta_runs import tensors_in
 
     made = build(engine.plan_of(drawn), batches[0], loss=drawn.config.loss, seed=engine.SEED)
     found = [tensors_in(made.eval_step(batches[0]))]

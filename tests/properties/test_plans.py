@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.verify.sides import prepared
+from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests.engine import Threads
 from tests.proofs import assert_same
 from tests.properties import engine, schedules
@@ -39,8 +39,8 @@ def within(drawn: Drawn, one: Step, memory: int) -> Drawn:
 def asked(drawn: Drawn) -> int | None:
     """The bytes that a microbatch needs, if these are too few: planned, nothing is run."""
     try:
-        with little(drawn.little), ambient(Float64()):
-            prepared(engine.case_of(drawn, 1))
+        with little(drawn.little), enter_modes(Float64()):
+            prepare_case(engine.case_of(drawn, 1))
     except Refusal as refusal:
         if refusal.diagnostic.code != "S841":
             raise

@@ -10,7 +10,7 @@ import torch
 from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.runtime.activation_memory import recompute
-from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.offload import offloaded_activations
 from tests.engine import Threads
 from tests.properties import engine
 from tests.properties.models import Block, Config
@@ -22,7 +22,7 @@ from tests.zoo.pool import Mutated
 
 def wrong_together(patch: Patch) -> None:
     """A module that is both recomputed and offloaded has other weights."""
-    checkpoint, move = recompute.checkpoint, saved_tensors.offload
+    checkpoint, move = recompute.checkpoint, offloaded_activations.offload_activations
 
     def marked(module: Any, save: Any) -> None:
         checkpoint(module, save)
@@ -36,7 +36,7 @@ def wrong_together(patch: Patch) -> None:
                     parameter.mul_(1.5)
 
     patch.setattr(recompute, "checkpoint", marked)
-    patch.setattr(saved_tensors, "offload", moved)
+    patch.setattr(offloaded_activations, "offload_activations", moved)
 
 
 LARGE = Drawn(

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import schedlang
-from schedlang.diagnostics.codes import read
+from schedlang.diagnostics.codes import parse_example
 from tests.engine import Threads
 from tests.refusals.playing import rewritten
 
@@ -24,7 +24,7 @@ def main(chosen: list[str]) -> None:
             continue
         with tempfile.TemporaryDirectory() as folder, Threads() as threads:
             try:
-                made = rewritten(read(path.read_text()), Path(folder).resolve(), threads)
+                made = rewritten(parse_example(path.read_text()), Path(folder).resolve(), threads)
             except Exception as error:  # of one example; the others are still to be written
                 print(f"{path.stem}: {type(error).__name__}: {error}")
                 continue

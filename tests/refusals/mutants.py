@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.diagnostics.codes import example, exemplified, model
+from schedlang.diagnostics.codes import codes_with_examples, example, model
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse, read
@@ -47,7 +47,7 @@ def valid() -> list[tuple[str, str]]:
     """Paths and texts of all schedules of the examples and tests, and of the pages of codes."""
     files = [path for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.sched")]
     found = [(str(path), path.read_text()) for path in sorted(files)]
-    for code in exemplified():
+    for code in codes_with_examples():
         one = example(code)
         assert one is not None
         found += [(name, text) for name, text in one.files.items() if name.endswith(".sched")]

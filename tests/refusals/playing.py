@@ -52,12 +52,12 @@ def said(example: Example, folder: Path, threads: Any) -> str:
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
     """The folder is called `/net` before lines are broken: they do not hang on where it is."""
-    plain = diagnostic.wrapped
+    plain = diagnostic.wrap_text
 
     def wrapped(text: str, *more: Any) -> list[str]:
         return plain(text.replace(str(folder), HERE), *more)
 
-    with patch.object(diagnostic, "wrapped", wrapped):
+    with patch.object(diagnostic, "wrap_text", wrapped):
         yield
 
 
@@ -96,4 +96,4 @@ def _script(name: str) -> str:
 
 def rewritten(example: Example, folder: Path, threads: Any) -> Example:
     """The example with what is said today."""
-    return replace(example, says=said(example, folder, threads))
+    return replace(example, message=said(example, folder, threads))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.diagnostics.codes import CODES, WARNINGS, Example, example, exemplified
+from schedlang.diagnostics.codes import CODES, WARNINGS, Example, codes_with_examples, example
 from schedlang.ir.primitive import load_all, registry
 from tests.refusals.pasting import Pasted, pasted
 from tests.refusals.playing import said, told_as_json
@@ -41,7 +41,7 @@ def _helped(shown: Example, folder: Path, threads: Any) -> list[Pasted]:
 
 def _cases() -> Iterator[Any]:
     """Codes of checking and planning; those that only `verify` finds take their time."""
-    for code in exemplified():
+    for code in codes_with_examples():
         shown = _sched(code)
         if shown is not None and code[0] == "S":
             slow = shown.words[0] == "verify" or code == "S110"

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import Source, Span, bytes_of, text_of
-from schedlang.editors.server import findings
-from schedlang.language.syntax import LARGEST, parse, read
-from schedlang.passes.elaborate import bases
+from schedlang.diagnostics.diagnostic import MAX_MESSAGES, Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import Source, Span, read_bytes, read_utf8
+from schedlang.editors.server import find_problems
+from schedlang.language.syntax import MAX_BYTES, parse, read
+from schedlang.passes.elaborate import base_schedules
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.lint import lint
-from schedlang.passes.elaborate.record import read_record
+from schedlang.passes.elaborate.plan_record import read_record
 from schedlang.pipeline.schedules import OrderError, read_table
 from schedlang.schedule import Schedule, create_schedule
-from schedlang.verbs.inputs import is_saved
+from schedlang.verbs.inputs import is_saved_plan
 from tests import forks
 from tests.refusals.mutants import played
 
@@ -55,7 +55,7 @@ def codes(refusal: Refusal) -> set[str]:
 def test_of_many_mistakes_some_are_shown(text: str) -> None:
     """However many there are, and however long their line: the first hundred, and that is said."""
     refusal = refused(text)
-    assert len(refusal.diagnostics) == MOST
+    assert len(refusal.diagnostics) == MAX_MESSAGES
     assert len(refusal.render()) < 60_000
     assert "there are more" in refusal.diagnostics[-1].notes[-1]
     assert not any("there are more" in " ".join(one.notes) for one in refusal.diagnostics[:-1])
@@ -63,14 +63,14 @@ def test_of_many_mistakes_some_are_shown(text: str) -> None:
 
 def test_few_mistakes_are_all_shown() -> None:
     """A hundred are shown as they are."""
-    refusal = refused("h.*  shrad()\n" * MOST)
-    assert len(refusal.diagnostics) == MOST and not refusal.diagnostics[-1].notes
+    refusal = refused("h.*  shrad()\n" * MAX_MESSAGES)
+    assert len(refusal.diagnostics) == MAX_MESSAGES and not refusal.diagnostics[-1].notes
 
 
 def test_of_many_warnings_some_are_shown() -> None:
     """So it is with what is only warned of."""
     file = parse(Source("a", HEAD + "".join(f"knob k{i}: int = 1\n" for i in range(500)) + "f()\n"))
-    assert len(lint(file)) == MOST
+    assert len(lint(file)) == MAX_MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_of_many_warnings_some_are_shown() -> None:
 def test_of_a_long_text_the_part_that_matters_is_shown(text: str) -> None:
     """A message does not grow with the word or the line that it is about; nor do its findings."""
     assert len(refused(text).render()) < 8000
-    assert all(len(str(one.to_json())) < 8000 for one in findings(HEAD + text, "a.sched"))
+    assert all(len(str(one.to_json())) < 8000 for one in find_problems(HEAD + text, "a.sched"))
 
 
 def test_a_long_line_is_shown_around_the_mark() -> None:
@@ -188,7 +188,7 @@ def test_doubling_definitions_end() -> None:
     """Definitions that double thirty times are refused (S116) at the row that is one too many."""
     refusal = refused(doubling(30))
     assert [one.code for one in refusal.diagnostics] == ["S116"]
-    assert f"more than {bases.ROWS:,} rows" in refusal.render()
+    assert f"more than {base_schedules.MAX_ROWS:,} rows" in refusal.render()
     assert refusal.diagnostic.also, "the calls that lead there are shown"
     expand(parse(Source("a", HEAD + doubling(10))), None)
 
@@ -196,7 +196,7 @@ def test_doubling_definitions_end() -> None:
 def test_doubling_mistakes_end() -> None:
     """Also where each of the rows is refused for another reason."""
     text = doubling(30).replace("checkpoint()", "checkpoint(nonsense)")
-    assert len(refused(text).diagnostics) <= MOST
+    assert len(refused(text).diagnostics) <= MAX_MESSAGES
 
 
 def test_long_chains_of_calls_end() -> None:
@@ -204,7 +204,9 @@ def test_long_chains_of_calls_end() -> None:
     defs = ["def d0() {\n  checkpoint()\n}\n"]
     defs += [f"def d{i}() {{\n  d{i - 1}()\n}}\n" for i in range(1, 1000)]
     assert codes(refused("".join(defs) + "h.*  d999()\n")) == {"S116"}
-    expand(parse(Source("a", HEAD + "".join(defs) + f"h.*  d{bases.DEEPEST - 2}()\n")), None)
+    expand(
+        parse(Source("a", HEAD + "".join(defs) + f"h.*  d{base_schedules.MAX_DEPTH - 2}()\n")), None
+    )
 
 
 def test_it_ends_with_a_model_too() -> None:
@@ -212,7 +214,7 @@ def test_it_ends_with_a_model_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(Refusal) as caught:
         Schedule(model, parse(Source("a", HEAD + doubling(30).replace("h.*", "0")))).plan()
-    assert "S116" in codes(caught.value) or len(caught.value.diagnostics) == MOST
+    assert "S116" in codes(caught.value) or len(caught.value.diagnostics) == MAX_MESSAGES
 
 
 def _uses(folder: Path, files: int) -> Path:
@@ -304,7 +306,7 @@ def test_what_is_no_file_of_text_is_not_waited_for(
     if make is not _large:
         with pytest.raises(Refusal) as caught:
             read_record(tmp_path / "x.sched")
-        assert codes(caught.value) == {"S907"} and not is_saved(tmp_path / "x.sched")
+        assert codes(caught.value) == {"S907"} and not is_saved_plan(tmp_path / "x.sched")
 
 
 def test_commands_do_not_hang(tmp_path: Path) -> None:
@@ -322,14 +324,14 @@ def test_sizes_of_files(tmp_path: Path) -> None:
     """A file up to the limit is read whole, one byte more is refused with the limit."""
     file = tmp_path / "a.sched"
     text = "schedule 1\n"
-    file.write_text(text + "#" * (LARGEST - len(text)))
-    assert len(bytes_of(file, LARGEST)) == len(read(file).text) == LARGEST
-    file.write_text(text + "#" * (LARGEST - len(text) + 1))
+    file.write_text(text + "#" * (MAX_BYTES - len(text)))
+    assert len(read_bytes(file, MAX_BYTES)) == len(read(file).text) == MAX_BYTES
+    file.write_text(text + "#" * (MAX_BYTES - len(text) + 1))
     with pytest.raises(Refusal) as caught:
         read(file)
     assert "more than 1 MiB" in caught.value.diagnostic.title  # wrapped where the path is long
     file.write_bytes(b"a\r\nb\n")
-    assert text_of(file) == "a\nb\n"
+    assert read_utf8(file) == "a\nb\n"
 
 
 SECRET = "root:$6$rounds=5000$secret:19000:0:99999:7:::\n"
@@ -413,7 +415,7 @@ def _endures(text: str) -> None:
             work(parse(Source("a.sched", text)))
         except Refusal as refusal:
             assert len(refusal.render()) < 300_000, text
-    assert all(isinstance(one, Diagnostic) for one in findings(text, "a.sched"))
+    assert all(isinstance(one, Diagnostic) for one in find_problems(text, "a.sched"))
 
 
 def test_what_explodes_is_refused() -> None:

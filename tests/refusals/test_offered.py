@@ -12,7 +12,7 @@ import typer
 from schedlang.cli import app
 from schedlang.diagnostics.codes import CODES, WARNINGS
 from schedlang.ir.primitive import load_all, registry
-from schedlang.language.kinds import surface
+from schedlang.language.kinds import signature_of
 from tests.refusals.test_helps import FOLDERS, ROOT, literals
 
 OTHERS = {  # options of other programs that messages name
@@ -91,11 +91,11 @@ def test_arguments_that_there_are() -> None:
         for quoted in re.findall(r"`([^`]+)`", text):
             for verb, given in CALL.findall(quoted):
                 kind = registry().get(verb)
-                if kind is None or surface(kind).rest is not None:
+                if kind is None or signature_of(kind).rest is not None:
                     continue
                 named = re.findall(r"(?:^|,)\s*([a-z_]+)=", given)
                 shown += len(named)
-                wrong += [(where, verb, n) for n in named if n not in surface(kind).keywords]
+                wrong += [(where, verb, n) for n in named if n not in signature_of(kind).keywords]
     assert shown > 40 and not wrong, wrong
 
 

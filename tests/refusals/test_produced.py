@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.diagnostics.codes import CODES, WARNINGS, example, exemplified
+from schedlang.diagnostics.codes import CODES, WARNINGS, codes_with_examples, example
 from tests.refusals.elsewhere import ELSEWHERE
 from tests.refusals.playing import said
 
@@ -16,12 +16,12 @@ from tests.refusals.playing import said
 QUOTED = {"S765"} if torch.version.cuda or not torch.__version__.startswith("2.13.") else set()
 
 
-@pytest.mark.parametrize("code", list(exemplified()))
+@pytest.mark.parametrize("code", list(codes_with_examples()))
 def test_the_page_tells_what_happens(tmp_path: Path, code: str, threads: Any) -> None:
     """The example of a page ends in exactly the message that the page shows."""
     shown = example(code)
-    assert shown is not None and f"[{code}]: " in shown.says
-    assert ours(code, said(shown, tmp_path, threads)) == ours(code, shown.says)
+    assert shown is not None and f"[{code}]: " in shown.message
+    assert ours(code, said(shown, tmp_path, threads)) == ours(code, shown.message)
 
 
 def ours(code: str, text: str) -> list[str]:
@@ -35,7 +35,7 @@ def ours(code: str, text: str) -> list[str]:
 
 def test_every_code_is_produced() -> None:
     """Each registered code has an example, or names the test that produces it by other means."""
-    have = set(exemplified())
+    have = set(codes_with_examples())
     assert have <= {*CODES, *WARNINGS}
     missing = {*CODES, *WARNINGS} - have
     assert missing == set(ELSEWHERE), (sorted(missing - set(ELSEWHERE)), sorted(ELSEWHERE))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import schedlang
-from schedlang.diagnostics.codes import example, exemplified
+from schedlang.diagnostics.codes import codes_with_examples, example
 
 EXAMPLES = Path(schedlang.__file__).parent / "diagnostics" / "code_texts" / "examples"
 TITLE = re.compile(r"^(?:error|warning)\[[SW]\d+\]: .*(?:\n {10,}.*)*$", re.MULTILINE)
@@ -29,10 +29,10 @@ def test_no_line_is_longer_than_a_page() -> None:
     """In a file as on a terminal no line has more than 80 columns, but for what is quoted whole."""
     long = [
         line
-        for code in exemplified()
+        for code in codes_with_examples()
         for shown in [example(code)]
         if shown is not None
-        for line in shown.says.split("\n")
+        for line in shown.message.split("\n")
         if len(line) > 80 and not QUOTED.fullmatch(line) and not UNBROKEN.fullmatch(line)
     ]
     assert not long, "\n".join(long)

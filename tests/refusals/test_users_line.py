@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 import schedlang
-from schedlang.cursor import Caller, Cursor
+from schedlang.cursor import Cursor, PendingCall
 from schedlang.diagnostics.codes import model
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.program import Program
-from schedlang.runtime.waiting import Waiting
+from schedlang.runtime.unbuilt_program import UnbuiltProgram
 from schedlang.schedule import Schedule, Scope
 
-CLASSES = (Scope, Schedule, Cursor, Caller, Program, Waiting)  # a Report is a value
+CLASSES = (Scope, Schedule, Cursor, PendingCall, Program, UnbuiltProgram)  # a Report is a value
 
 # what is called, and a last line that is refused; those of a class after the lines of its name
 BEFORE = {
     "Scope": "with sch.at('layers.*') as scope:\n    ",
     "Program": "program = sch.build(batch=batch)\n",
-    "Waiting": "program = sch.build()\n",
+    "UnbuiltProgram": "program = sch.build()\n",
 }
 CASES = {
     "create_schedule": "schedlang.create_schedule(net, 'none.sched')",

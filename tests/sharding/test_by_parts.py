@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.runtime.propagation import by_parts
+from schedlang.runtime.propagation import shard_trials
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -212,16 +212,16 @@ def test_calls_without_a_rule(threads: Threads, call: Call, legal: bool) -> None
 def test_large_tensors_are_tried_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call on many rows the dims that it does not name are made short; the answer stays."""
     seen: list[tuple[int, ...]] = []
-    plain = by_parts._Trial._numbers
+    plain = shard_trials._Trial._numbers
 
     def noted(self: Any, shapes: Any, turn: int) -> list[Tensor]:
         seen.extend(shapes)
         return plain(self, shapes, turn)
 
-    monkeypatch.setattr(by_parts._Trial, "_numbers", noted)
+    monkeypatch.setattr(shard_trials._Trial, "_numbers", noted)
     batch = {"x": torch.zeros(1000, 100, 8, dtype=torch.float64)}
     for call in (torch.special.i0, torch.fliplr):
         propagate(planned(Between(call, 16), ROWS, "tp=2"), batch)
     with pytest.raises(Refusal, match="computes along"):
         propagate(planned(Between(lambda h: h.cummax(-1)[0], 16), ROWS, "tp=2"), batch)
-    assert seen and all(torch.Size(shape).numel() < by_parts.LARGE for shape in seen)
+    assert seen and all(torch.Size(shape).numel() < shard_trials.MANY_ELEMENTS for shape in seen)

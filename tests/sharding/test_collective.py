@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.ir.placement import P, R, S
-from schedlang.runtime.comm.collectives import Group, exchange, listening
+from schedlang.runtime.comm.collectives import Group, exchange_rows, listen_to_collectives
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.sharding.shard import Arrivals, redistribute
+from schedlang.runtime.sharding.edges import RedistributionCache, redistribute
 
 ROWS, WIDTH = 6, 12
 
@@ -115,7 +115,7 @@ def test_a_gradient_of_two_branches_is_not_written_into(pool: Pool) -> None:
 
 def _once() -> list[str]:
     heard: list[str] = []
-    change, near = (S(0), R, _group(), True), Arrivals()
+    change, near = (S(0), R, _group(), True), RedistributionCache()
     x = _seeded(2, 2)
 
     def block(x: Tensor) -> None:
@@ -124,7 +124,7 @@ def _once() -> list[str]:
         x.add_(1)  # another value in the same tensor
         assert near.redistribute(x, *change) is not first and near.written
 
-    with listening(lambda kind, group, size: heard.append(kind)):
+    with listen_to_collectives(lambda kind, group, size: heard.append(kind)):
         near(block, x)
         near.redistribute(x, *change)
         with torch.inference_mode():  # such tensors do not tell whether they were written into
@@ -147,7 +147,7 @@ def _moved() -> tuple[Tensor, Tensor]:
     give = [group.rank + place + 1 for place in range(group.size)]
     rows = torch.arange(float(sum(give) * 2)).view(-1, 2).double() + 100 * group.rank
     leaf = rows.requires_grad_()
-    out = exchange(leaf * 1, group, give, give)  # r + j is the same both ways
+    out = exchange_rows(leaf * 1, group, give, give)  # r + j is the same both ways
     (out * out).sum().backward()
     assert leaf.grad is not None
     return out.detach(), leaf.grad

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
-from schedlang.passes.complete.complete import completed
+from schedlang.passes.complete.complete import complete_plan
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned, proven
@@ -49,9 +49,9 @@ def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> Non
       lm_head  shard(vocab, over=tp)
       complete(over=tp)
     """
-    made = completed(planned(model, rows, "tp=2"), batch)
+    made = complete_plan(planned(model, rows, "tp=2"), batch)
     assert _rows_of(made) == _rows_of(planned(model, MEGATRON, "tp=2"))
-    assert not made.completing
+    assert not made.completions
     added = [
         a
         for a in made.actions
@@ -76,7 +76,7 @@ def test_blocks_may_begin_unlike(rows: str) -> None:
       model.layers.*.mlp.down_proj       shard(row, over=tp)
     """
     model = models.llama()
-    made = completed(planned(model, f"{rows}\ncomplete(over=tp)", "tp=2"), models.tokens())
+    made = complete_plan(planned(model, f"{rows}\ncomplete(over=tp)", "tp=2"), models.tokens())
     assert _rows_of(made) == _rows_of(planned(model, written, "tp=2"))
 
 
@@ -96,7 +96,7 @@ def test_completed_rows_are_proven(pool: Pool) -> None:
     model = models.gpt2()
     plan = planned(model, rows, "dp=2, tp=2")
     batches = [models.tokens(), models.tokens(rows=8, seed=2)]
-    made = completed(plan, batches[0])
+    made = complete_plan(plan, batches[0])
     assert {"transformer.h.0.attn.c_attn", "lm_head", "transformer.h.1.mlp.c_proj"} <= {
         site for action in made.actions for site in action.sites
     }
@@ -106,7 +106,7 @@ def test_completed_rows_are_proven(pool: Pool) -> None:
 def test_only_blocks_that_were_begun() -> None:
     """Rows for the first blocks complete the first blocks."""
     rows = "model.layers[:2].mlp.up_proj  shard(col, over=tp)\ncomplete(over=tp)"
-    made = completed(planned(models.llama(), rows, "tp=2"), models.tokens())
+    made = complete_plan(planned(models.llama(), rows, "tp=2"), models.tokens())
     split = {name.rpartition(".mlp")[0] for name in made.layouts}
     assert split == {"model.layers.0", "model.layers.1"}, split
 
@@ -116,8 +116,8 @@ def test_axes_of_size_one_add_nothing() -> None:
     plan = planned(
         models.llama(), "lm_head  shard(col, output=R, over=tp)\ncomplete(over=tp)", "tp=1"
     )
-    made = completed(plan, models.tokens())
-    assert made.actions == plan.actions and not made.completing
+    made = complete_plan(plan, models.tokens())
+    assert made.actions == plan.actions and not made.completions
 
 
 class Gated(nn.Module):
@@ -143,7 +143,7 @@ def test_nothing_begun_is_refused() -> None:
     """Without a row to complete, the message gives one (S425)."""
     plan = planned(Gated(), "complete(over=tp)", "tp=2")
     with pytest.raises(Refusal, match="no row shards anything over `tp`"):
-        completed(plan, {"x": torch.randn(4, 8)})
+        complete_plan(plan, {"x": torch.randn(4, 8)})
 
 
 def test_what_cannot_follow_is_refused() -> None:
@@ -151,7 +151,7 @@ def test_what_cannot_follow_is_refused() -> None:
     rows = "model.layers.*.self_attn.q_proj  shard(col, over=tp)\ncomplete(over=tp)"
     plan = planned(models.llama(keys=1), rows, "tp=2")
     with pytest.raises(Refusal) as refusal:
-        completed(plan, models.tokens())
+        complete_plan(plan, models.tokens())
     said = refusal.value.render()
     assert "S427" in said and "k_proj  shard(col" in said and "output=R" in said, said
 
@@ -171,7 +171,7 @@ def test_several_ways_are_named() -> None:
     """In a chain a sum behind the next projection and a gather are equally good: both are given."""
     plan = planned(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
     with pytest.raises(Refusal) as refusal:
-        completed(plan, {"x": torch.randn(4, 8)})
+        complete_plan(plan, {"x": torch.randn(4, 8)})
     said = refusal.value.render()
     assert "S426" in said and "`first` can be completed in 2 ways" in said, said
     assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said

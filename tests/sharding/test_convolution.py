@@ -174,7 +174,7 @@ def test_windows_fit_where_parts_make_the_whole(
     whole = rows * ranks
     reach = dilation * (kernel - 1) + 1
     outputs = (whole + 2 * padding - reach) // stride + 1 if whole + 2 * padding >= reach else 0
-    near = max(padding, window.after) <= rows
+    near = max(padding, window.halo_after) <= rows
     assert window.fits(rows) == (rows % stride == 0 and outputs * stride == whole and near)
 
 

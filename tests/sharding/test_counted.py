@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.sharding.sizes import Counted, Sizes
+from schedlang.runtime.sharding.module_sizes import SizeArgument, SizesLayer
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, refused, sequential, sgd, steps
 
@@ -104,8 +104,10 @@ def test_equals_the_original(
 def test_only_what_is_split_counts_by_parts() -> None:
     """The width of both blocks' inputs is read in parts, and nothing is outside of attention."""
     traced = propagate(planned(Net(Nano), FUSED, "tp=2"), batches(4, 6, 16)[0])
-    assert dict(traced.counted) == {f"blocks.{k}": (Counted("x", -1, 2),) for k in range(2)}
-    assert {(a, v) for _, a, v in traced.numbers} == {("heads", 2), ("width", 8)}
+    assert dict(traced.counted_sizes) == {
+        f"blocks.{k}": (SizeArgument("x", -1, 2),) for k in range(2)
+    }
+    assert {(a, v) for _, a, v in traced.local_numbers} == {("heads", 2), ("width", 8)}
 
 
 class Reader(nn.Module):
@@ -125,7 +127,7 @@ def test_nobody_else_reads_parts() -> None:
     """The module's own code reads its part of that very tensor; all others its true size."""
     module = Reader()
     module.inside = Reader()
-    wrap(module, "sizes", Sizes(module, (Counted("x", -1, 2),)))
+    wrap(module, "sizes", SizesLayer(module, (SizeArgument("x", -1, 2),)))
     whole = (2, 6)
     for one in (module, copy.deepcopy(module)):
         *own, other, inside = one(torch.zeros(2, 6))

@@ -369,16 +369,16 @@ def test_a_group_counts_in_the_order_named(threads: Threads) -> None:
 def _ordered() -> bool:
     from schedlang.ir.mesh import Mesh
     from schedlang.runtime.comm import collectives
-    from schedlang.runtime.comm.collectives import Ranks
+    from schedlang.runtime.comm.collectives import RankGroups
 
-    ranks = Ranks(Mesh((("y", 2), ("z", 3))))
+    ranks = RankGroups(Mesh((("y", 2), ("z", 3))))
     group: Group = ranks.group("z.y")
     y, z = divmod(ranks.rank, 3)
     whole = torch.arange(12.0).view(2, 6)
-    part = collectives.own_part(whole, 1, group)
+    part = collectives.local_shard(whole, 1, group)
     assert torch.equal(part, whole[:, [2 * z + y]])
     for dim in (0, 1):
-        mine = collectives.own_part(whole.t() if dim == 0 else whole, dim, group)
+        mine = collectives.local_shard(whole.t() if dim == 0 else whole, dim, group)
         there = collectives.all_gather(mine, dim, group)
         summed = collectives.reduce_scatter(there, dim, group)
         assert torch.equal(summed, 6 * mine)

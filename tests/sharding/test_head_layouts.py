@@ -101,10 +101,10 @@ def test_a_head_with_a_bias_that_its_parent_holds(threads: Threads) -> None:
 
 def test_alibi_is_cut_where_the_attention_takes_it() -> None:
     """The argument and its dim are found: Bloom's holds the heads of every row, MPT's once."""
-    found = propagate(planned(bloom(), PACKED, "tp=2"), models.tokens(3)).parts
+    found = propagate(planned(bloom(), PACKED, "tp=2"), models.tokens(3)).narrowed_arguments
     cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
     assert cut == {("self_attention", "alibi", 0, 4)}
-    found = propagate(planned(mpt(), MPT, "tp=2"), models.tokens(3)).parts
+    found = propagate(planned(mpt(), MPT, "tp=2"), models.tokens(3)).narrowed_arguments
     cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
     assert cut == {("attn", "position_bias", 0, 4)}
 
@@ -120,7 +120,7 @@ def test_attentions_of_one_class_divided_differently() -> None:
         for layer, axis in enumerate(("a", "b"))
     )
     traced = propagate(planned(model, rows, "a=2, b=4"), models.tokens(3))
-    assert set(traced.numbers) == {
+    assert set(traced.local_numbers) == {
         ("transformer.h.0.attn", "split_size", 8),
         ("transformer.h.1.attn", "split_size", 4),
     }

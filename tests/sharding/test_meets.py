@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.static_checks.static import check_sums
-from schedlang.runtime.propagation.follow import Follower
+from schedlang.runtime.propagation.follower import Follower
 from tests.proofs import planned, refused
 
 BATCH = {"x": torch.zeros(2, 8, dtype=torch.float64)}
@@ -131,7 +131,7 @@ def test_a_parameter_of_parts_and_of_the_whole_is_refused(rows: str, name: str) 
 
 def test_a_build_proves_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients are parts, a program asks types, too: S711 if the first rule saw nothing."""
-    monkeypatch.setattr(Follower, "use", lambda self, name, parts: _noted(self, name, parts))
+    monkeypatch.setattr(Follower, "note_use", lambda self, name, parts: _noted(self, name, parts))
     plan = planned(_Again(), f"head {OUT_OF}", "tp=2")
     with pytest.raises(Refusal, match="S711.*adds a gradient that is part"):
         check_sums(plan, _IDS, prepare(plan, _IDS))

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from schedlang.ir.plan import Plan
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.tracing.meta import Memo, on_meta
+from schedlang.runtime.tracing.meta_runs import ResultCache, on_meta
 from tests import models
 from tests.proofs import planned
 
@@ -26,7 +26,7 @@ def meta(*shape: int, dtype: Any = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def ran(memo: Memo, func: Any, *args: Any) -> tuple[Any, int]:
+def ran(memo: ResultCache, func: Any, *args: Any) -> tuple[Any, int]:
     """What the memo gives for a call, and how often the operator really ran for it."""
     times, call = 0, OpOverload.__call__
 
@@ -41,7 +41,7 @@ def ran(memo: Memo, func: Any, *args: Any) -> tuple[Any, int]:
 
 def test_equal_tensors_are_worked_out_once() -> None:
     """A second call runs nothing, and gives new memory of the same shape, strides and dtype."""
-    memo, turned = Memo(), meta(4, 6).t()
+    memo, turned = ResultCache(), meta(4, 6).t()
     first, once = ran(memo, ATEN.add.Tensor, turned, turned)
     second, again = ran(memo, ATEN.add.Tensor, meta(4, 6).t(), turned)
     assert (once, again) == (1, 0)
@@ -66,20 +66,20 @@ def test_equal_tensors_are_worked_out_once() -> None:
 )
 def test_what_shares_memory_writes_or_draws_runs_each_time(func: Any, args: Any) -> None:
     """Views (also one that does not say so), writes, draws and real values are not remembered."""
-    memo = Memo()
+    memo = ResultCache()
     assert [ran(memo, func, *args())[1] for _ in range(2)] == [1, 1]
 
 
 def test_numbers_of_other_types_are_other_arguments() -> None:
     """1, 1.0 and True are equal in Python, and promote to different dtypes."""
-    memo, ints = Memo(), meta(4, dtype=torch.int64)
+    memo, ints = ResultCache(), meta(4, dtype=torch.int64)
     found = [ran(memo, ATEN.mul.Scalar, ints, one)[0].dtype for one in (1, 1.0, True)]
     assert found == [torch.int64, torch.float32, torch.int64]
 
 
 def test_the_default_dtype_is_an_argument() -> None:
     """Integers are promoted to it: one memo serves a run in float32 and one in float64."""
-    memo, ints, found = Memo(), meta(4, dtype=torch.int64), []
+    memo, ints, found = ResultCache(), meta(4, dtype=torch.int64), []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
         try:
@@ -91,8 +91,8 @@ def test_the_default_dtype_is_an_argument() -> None:
 
 def test_a_memo_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is emptied when it is full, and gives what it gave."""
-    monkeypatch.setattr("schedlang.runtime.tracing.meta.MOST", 3)
-    memo = Memo()
+    monkeypatch.setattr("schedlang.runtime.tracing.meta_runs.MAX_RESULTS", 3)
+    memo = ResultCache()
     for size in (1, 2, 3, 4, 1):
         found, times = ran(memo, ATEN.neg.default, meta(size))
         assert (tuple(found.shape), times) == ((size,), 1) and len(memo._known) <= 3
@@ -125,7 +125,7 @@ def test_a_plan_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     told = account(_plan(), models.tokens(rows=4), memory=True).to_json()
     assert told["memory"], told["notes"]
     run = lambda self, func, args, kwargs: func(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(Memo, "run", run)
+    monkeypatch.setattr(ResultCache, "run", run)
     assert account(_plan(), models.tokens(rows=4), memory=True).to_json() == told
 
 
@@ -135,5 +135,5 @@ def test_a_mode_below_sees_operators() -> None:
         for _ in range(3):
             made = torch.arange(8, device="meta") + 5
             for one in (above, below):
-                known = one.constants.real(made)
+                known = one.constants.values_of(made)
                 assert known is not None and known.tolist() == list(range(5, 13))

@@ -13,11 +13,11 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import R, S
 from schedlang.passes.partition.staging import local_skeleton
-from schedlang.passes.propagate.original import weight_of
+from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced, propagate
-from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.comm.collectives import listen_to_collectives
 from schedlang.runtime.forward import layer_of
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch
+from schedlang.runtime.tracing.meta_runs import MetaMode, meta_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
@@ -36,9 +36,11 @@ def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, st
     local.train()
     heard: list[tuple[str, str, int, bool]] = []
     back = [False]
-    with listening(lambda kind, group, size: heard.append((kind, group.label, size, back[0]))):
+    with listen_to_collectives(
+        lambda kind, group, size: heard.append((kind, group.label, size, back[0]))
+    ):
         given = meta_batch(TOKENS)
-        with OnMeta(TOKENS, given):
+        with MetaMode(TOKENS, given):
             loss = local(**given).loss
         back[0] = True
         loss.backward()
@@ -51,7 +53,7 @@ def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, st
 def test_attributes_are_divided_and_nothing_else() -> None:
     """GPT-2's attention counts heads and widths: those two of each block, not the head size."""
     traced = _traced(models.gpt2(2), GPT2)
-    by_block = {(fqn, attribute): value for fqn, attribute, value in traced.numbers}
+    by_block = {(fqn, attribute): value for fqn, attribute, value in traced.local_numbers}
     for block in range(2):
         attn = f"transformer.h.{block}.attn"
         assert by_block[attn, "split_size"] == 8
@@ -86,14 +88,14 @@ def test_what_a_module_fills_is_split_by_the_axis_that_splits_it(mesh: str) -> N
     rows = "{q,k,v}  shard(col, over=tp)\no  shard(row, over=tp)\nzero(stage=1, over=dp)"
     batch = {"x": torch.randn(4, 5, 8, dtype=torch.float64)}
     traced = _traced(Biased(), rows, mesh, batch)
-    assert traced.numbers == (("", "heads", 1),)
+    assert traced.local_numbers == (("", "heads", 1),)
     assert set(traced.edges) == {"q", "k", "v", "o"}
 
 
 def test_two_numbers_of_one_call() -> None:
     """Query and key-value heads that are counted in one split are divided together."""
     traced = _traced(Fused(), FUSED, batch=_words(1))
-    assert {(a, v) for _, a, v in traced.numbers} == {("heads", 2), ("groups", 1)}
+    assert {(a, v) for _, a, v in traced.local_numbers} == {("heads", 2), ("groups", 1)}
 
 
 def test_llama_needs_no_numbers() -> None:
@@ -103,7 +105,7 @@ def test_llama_needs_no_numbers() -> None:
       self_attn.o_proj        shard(row, over=tp)
     }"""
     traced = _traced(models.llama(2), rows)
-    assert traced.numbers == () and traced.partial == {}
+    assert traced.local_numbers == () and traced.partial == {}
 
 
 def test_modules_that_take_one_tensor_share_what_arrives() -> None:
@@ -120,7 +122,7 @@ def test_modules_that_take_one_tensor_share_what_arrives() -> None:
     traced = _traced(models.llama(2), rows)
     parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     parts += ["mlp.gate_proj", "mlp.up_proj"]
-    assert traced.sharing == {f"model.layers.{k}.{one}" for k in range(2) for one in parts}
+    assert traced.sharing_modules == {f"model.layers.{k}.{one}" for k in range(2) for one in parts}
     whose = [one[1] for one in _sent(models.llama(2), rows) if one[3]]
     assert len([name for name in whose if "self_attn" in name]) == 2  # of each layer one
     local = local_skeleton(planned(models.llama(2), rows, "tp=2"), traced)
@@ -128,7 +130,7 @@ def test_modules_that_take_one_tensor_share_what_arrives() -> None:
     assert near == {"model.layers.0", "model.layers.1"}
     plain = planned(models.gpt2(2), GPT2, "tp=2")
     alone = propagate(plain, TOKENS)
-    assert not alone.sharing
+    assert not alone.sharing_modules
     assert not any(layer_of(one, "arrivals") for one in local_skeleton(plain, alone).modules())
 
 
@@ -141,7 +143,7 @@ def test_a_gather_is_hoisted_to_where_the_tensor_comes_in() -> None:
     } == hoisted
     for fqn in hoisted:
         (edge,) = [e for e in traced.edges[fqn] if e.hoisted]
-        assert edge.arrives == S(1) and edge.wants == R
+        assert edge.input_before == S(1) and edge.input_after == R
     sent = _sent(models.llama(2), LLAMA + LLAMA_ENDS)
     gathers = [one for one in sent if one[0] == "all-gather" and not one[3]]
     assert len([one for one in gathers if ".layers." in one[1]]) == 4
@@ -174,12 +176,12 @@ def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
 def test_dropout_knows_its_window() -> None:
     """Attention dropout is split over heads, residual dropout is not."""
     traced = _traced(models.gpt2(1, 0.1), GPT2)
-    assert traced.random
-    split = {site for (site, _), (_, tags) in traced.masks.items() if tags}
-    whole = {site for (site, _), (_, tags) in traced.masks.items() if not tags}
+    assert traced.is_random
+    split = {site for (site, _), (_, tags) in traced.mask_layouts.items() if tags}
+    whole = {site for (site, _), (_, tags) in traced.mask_layouts.items() if not tags}
     assert split == {"transformer.h.0.attn"}  # inside fused attention
     assert {"transformer.drop", "transformer.h.0.mlp.dropout"} <= whole
-    shape, tags = traced.masks["transformer.h.0.attn", 0]
+    shape, tags = traced.mask_layouts["transformer.h.0.attn", 0]
     assert shape == (7, 2, 8, 8) and tags["tp"].dim == 1  # rows, heads, tokens
 
 
@@ -215,7 +217,7 @@ def test_collectives_are_counted() -> None:
 def test_axes_of_size_one_shard_nothing() -> None:
     """The rows stay in the plan, and the trace has no edges."""
     traced = _traced(models.gpt2(1), GPT2, "tp=1")
-    assert not traced.edges and not traced.numbers
+    assert not traced.edges and not traced.local_numbers
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -396,22 +398,22 @@ def test_a_model_is_recorded_once_and_followed_once(monkeypatch: pytest.MonkeyPa
     """What gathers and divisions a plan needs is found by trying, and tried no second time; what a
     part of its batch weighs needs no forward of its own."""
     ran: list[str] = []
-    inner = OnMeta.__enter__
+    inner = MetaMode.__enter__
 
-    def enter(mode: OnMeta) -> OnMeta:
+    def enter(mode: MetaMode) -> MetaMode:
         ran.append("forward")
         inner(mode)
         return mode
 
-    monkeypatch.setattr(OnMeta, "__enter__", enter)
+    monkeypatch.setattr(MetaMode, "__enter__", enter)
     plan = planned(models.llama(1), LLAMA + LLAMA_ENDS, "tp=2")
     first = propagate(plan, TOKENS)
     assert len(ran) > 2 and first.edges
     ran.clear()
     again = propagate(plan, TOKENS)
-    assert (again.edges, again.numbers, again.partial) == (
+    assert (again.edges, again.local_numbers, again.partial) == (
         first.edges,
-        first.numbers,
+        first.local_numbers,
         first.partial,
     )
     assert len(ran) == 2

@@ -16,7 +16,7 @@ from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.elaborate.state import Settings
-from schedlang.passes.reduce_model.blocks import fewest
+from schedlang.passes.reduce_model.blocks import fewest_layers
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.tracing.units import units_of
@@ -60,7 +60,11 @@ def test_plans(kind: str) -> None:
     assert fmt(Source("proposed.sched", found.text)) == found.text
     plan = planned(model, found.text)
     assert account(plan, batch).collectives
-    split = sum(fact.numel for name, fact in plan.model.unique.items() if plan.held(name).splits)
+    split = sum(
+        fact.numel
+        for name, fact in plan.model.unique_parameters.items()
+        if plan.effective_layout(name).splits
+    )
     assert split > 0.5 * plan.model.numel("")
 
 
@@ -139,7 +143,7 @@ def test_an_oddly_packed_model() -> None:
 
 
 def test_proposals_verify(pool: Pool) -> None:
-    """A proposal for an unknown model equals the model in every gradient and after steps."""
+    """A proposed schedule for an unknown model equals the model, in gradients and after steps."""
     model = Unknown().double()
     found = propose(model, words(0), {"pp": 2, "tp": 2})
     proven(pool, planned(model, found.text), [words(0), words(1), words(2)])
@@ -174,11 +178,11 @@ def test_whole_weights_are_said() -> None:
 
 def test_fewest() -> None:
     """As few layers as have all kinds next to all their neighbours, and fill the stages."""
-    assert len(fewest("aaaaaa")) == 2
-    assert len(fewest("abbbbb")) == 3
-    assert len(fewest("abababab")) == 4
-    assert len(fewest("a" * 126, stages=4)) == 9  # neither divides into stages
-    assert fewest("abc") == [0, 1, 2]
+    assert len(fewest_layers("aaaaaa")) == 2
+    assert len(fewest_layers("abbbbb")) == 3
+    assert len(fewest_layers("abababab")) == 4
+    assert len(fewest_layers("a" * 126, stages=4)) == 9  # neither divides into stages
+    assert fewest_layers("abc") == [0, 1, 2]
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_residual_of_gathered_tokens(rows: str, threads: Threads) -> None:
     """The input of a layer is gathered for its projection and cut again for the sum: gradients of
     both add up to those of the original, for sequences of any length."""
     plan = planned(stacked(), rows, "tp=2")
-    assert propagate(plan, words(8, 0)).parts
+    assert propagate(plan, words(8, 0)).narrowed_arguments
     for length in (8, 16):
         proven(threads, plan, [words(length, seed) for seed in (1, 2, 3)])
 

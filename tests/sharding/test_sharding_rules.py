@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from schedlang.kernels import sharding
-from schedlang.kernels.gated import gated, packed
-from schedlang.kernels.grouped import grouped
-from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
+from schedlang.kernels import sharding_rules
+from schedlang.kernels.gated import gated_product, packed_gated_product
+from schedlang.kernels.grouped import grouped_product
+from schedlang.kernels.linear_cross_entropy import Form, statistics, weighted_loss
 from schedlang.kernels.norm import Form as Norm
 from schedlang.kernels.norm import add_norm, norm
 from schedlang.kernels.rope import Form as Turn
-from schedlang.kernels.rope import rope
+from schedlang.kernels.rope import rotate
 
 ROWS, WIDTH, WORDS = (4, 6), 8, 10
 S, R = Shard, Replicate()
@@ -34,8 +34,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def multiplied(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
     """Grouped products of either kind of tensor: ends are one too."""
     if isinstance(x, DTensor):
-        return grouped(x, weight, distribute_tensor(ENDS, x.device_mesh, [R]), across)
-    return grouped(x, weight, ENDS, across)
+        return grouped_product(x, weight, distribute_tensor(ENDS, x.device_mesh, [R]), across)
+    return grouped_product(x, weight, ENDS, across)
 
 
 def turned(q: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def turned(q: Tensor) -> Tensor:
     angle = drawn(1, 3, 8)
     if isinstance(q, DTensor):
         angle = distribute_tensor(angle, q.device_mesh, [R])
-    made: Tensor = rope(q, None, angle.cos(), angle.sin(), 8, Turn())
+    made: Tensor = rotate(q, None, angle.cos(), angle.sin(), 8, Turn())
     return made
 
 
@@ -63,7 +63,7 @@ CASES: dict[str, Any] = {
             ("rms_norm", lambda x, w: norm(x, w, None, Norm(offset=1.0, rounding="early")), [W]),
             ("layer_norm", lambda x, w, b: norm(x, w, b, Norm(True)), [W, W + 1]),
             ("layer_norm without bias", lambda x, w: norm(x, w, None, Norm(True)), [W]),
-            ("packed", lambda x: packed(x, "silu", False), []),
+            ("packed", lambda x: packed_gated_product(x, "silu", False), []),
         ]
     },
     **{
@@ -99,7 +99,7 @@ CASES: dict[str, Any] = {
     "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
     "whole": (lambda x, w: norm(x, w, None, Norm()), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (
-        lambda a, b: gated(a, b, "gelu"),
+        lambda a, b: gated_product(a, b, "gelu"),
         [X, X + 1],
         [S(2), S(2)],
         S(2),
@@ -138,7 +138,7 @@ CASES: dict[str, Any] = {
 
 def _on_ranks(names: list[str]) -> list[str]:
     """On every rank: what differs from the whole, or lies otherwise than said."""
-    sharding.install()
+    sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
     wrong = []
     for name in names:
@@ -167,18 +167,18 @@ def _on_ranks(names: list[str]) -> list[str]:
 
 def _turning(_: None) -> list[str]:
     """Queries and keys turned: by rows, by tokens with their angles, by heads."""
-    sharding.install()
+    sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
     wrong = []
     lines = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8)
     angles = drawn(2, 6, 8), drawn(2, 6, 8, seed=1)
     whole = [t.clone().requires_grad_() for t in lines]
-    expected = rope(*whole, *angles, 8, Turn())
+    expected = rotate(*whole, *angles, 8, Turn())
     pulled = torch.autograd.grad(expected, whole, lines)
     for split, told in ((S(0), S(0)), (S(2), S(1)), (S(1), R)):
         parts = [distribute_tensor(t, mesh, [split]).requires_grad_() for t in lines]
         tables = [distribute_tensor(t, mesh, [told]) for t in angles]
-        found = rope(*parts, *tables, 8, Turn())
+        found = rotate(*parts, *tables, 8, Turn())
         back = torch.autograd.grad(
             found, parts, [distribute_tensor(t, mesh, [split]) for t in lines]
         )
@@ -190,14 +190,14 @@ def _turning(_: None) -> list[str]:
 
 def _heads(_: None) -> list[str]:
     """The same of the loss over rows: its sum, and three numbers of each row."""
-    sharding.install()
+    sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
     x, weight, bias, by = drawn(4, WIDTH), drawn(WORDS, WIDTH), drawn(WORDS), drawn(4, seed=3)
     wrong = []
 
     def losses(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, by: Tensor) -> Tensor:
         lse, picked, total = statistics(x, weight, bias, target, Form(cap=2.0))
-        loss: Tensor = weighed(x, weight, bias, target, by, 0.1, Form())
+        loss: Tensor = weighted_loss(x, weight, bias, target, by, 0.1, Form())
         return loss + (lse - picked).sum() + total.sum()
 
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -240,14 +240,16 @@ def test_every_operator_has_a_rule() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("schedlang::")
     }
-    kernels = {op for op in library if any(hasattr(module, op) for module in sharding.MODULES)}
-    assert kernels and kernels <= set(sharding.RULES)
+    kernels = {
+        op for op in library if any(hasattr(module, op) for module in sharding_rules.MODULES)
+    }
+    assert kernels and kernels <= set(sharding_rules.RULES)
 
 
-@pytest.mark.parametrize("name", sorted(sharding.RULES))
+@pytest.mark.parametrize("name", sorted(sharding_rules.RULES))
 def test_a_rule_names_every_argument(name: str) -> None:
     """As many placements as the operator has arguments and results."""
     schema = getattr(torch.ops.schedlang, name).default._schema
     given = [torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 1 for a in schema.arguments]
-    for results, arguments in sharding.RULES[name](*given):
+    for results, arguments in sharding_rules.RULES[name](*given):
         assert len(results) == len(schema.returns) and len(arguments) == len(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.simulate.traffic import collectives
+from schedlang.passes.simulate.traffic import list_collectives
 from tests.context.test_context import same
 from tests.engine.threads import Threads
 from tests.proofs import planned, refused, static_holds
@@ -37,7 +37,7 @@ def test_what_is_sent() -> None:
     """Each switch is one all-to-all of a rank's part, M/N numbers, and one back (DSP, 2024)."""
     plan, given = planned(Video(), ROWS, "sp=2"), batch(1)
     ready = prepare(plan, given)
-    found = collectives(plan, ready, given)
+    found = list_collectives(plan, ready, given)
     sent = [one for one in found if one.kind == "all-to-all"]
     part = 3 * 4 * 6 * WIDTH // 2
     assert [(one.phase, one.fqn, one.bytes) for one in sent] == [

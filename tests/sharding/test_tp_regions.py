@@ -10,7 +10,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.holdings import holdings_of, reductions
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.runtime.sharding.embedding import OwnRows
+from schedlang.runtime.sharding.embedding import LocalRows
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -142,7 +142,7 @@ def test_a_part_of_a_table_keeps_the_numbers_alone() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         rows = torch.stack(
-            [OwnRows.apply(ids, p, 3 * k, (None, 2)[k]) for k, p in enumerate(parts)]
+            [LocalRows.apply(ids, p, 3 * k, (None, 2)[k]) for k, p in enumerate(parts)]
         ).sum(0)
     assert [t.data_ptr() for t in kept] == [ids.data_ptr()] * 2
     assert torch.equal(rows, want)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.passes.autoshard.propose import propose
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
 
@@ -93,3 +94,41 @@ def test_what_is_gathered_already_is_not_offered_again() -> None:
     rows = "block  shard(output=R, over=tp)\nblock.0  shard(weight=S(0), bias=S(0), over=tp)"
     said = refused(Convolved(), rows, "tp=2", PICTURES)
     assert "S405" in said and said.count("output=R") <= 1, said
+
+
+class Sequence(nn.Module):
+    """A recurrence, or an attention with padding: modules that check shapes in Python."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.enter, self.kind = nn.Linear(8, 8), kind
+        recurrent = nn.GRU(8, 8, batch_first=True)
+        self.mix = recurrent if kind == "gru" else nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, pad: Tensor) -> Tensor:
+        h = self.enter(x)
+        if self.kind == "gru":
+            return self.mix(h)[0].square().mean()
+        return self.mix(h, h, h, key_padding_mask=pad, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind, rows, said",
+    [
+        ("gru", "enter  shard(col, over=tp)", "`mix` needs the full tensor"),
+        ("attention", "enter  shard(row, output=S(seq), over=tp)", "`mix` needs the full tensor"),
+    ],
+)
+def test_checks_that_modules_make_themselves(kind: str, rows: str, said: str) -> None:
+    """What is raised on parts by Python, not by an operator, is a mismatch of the row too."""
+    batch = {"x": torch.randn(4, 6, 8), "pad": torch.zeros(4, 6, dtype=torch.bool)}
+    found = refused(Sequence(kind), rows, "tp=2", batch)
+    assert "S405" in found and said in found
+
+
+def test_operators_that_torch_has_for_values_alone() -> None:
+    """A loss whose backward has no shapes without values does not keep `init` from its work."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    batch = {"input": torch.randn(4, 8), "y": torch.tensor([0, 1, 2, 3])}
+    loss = lambda out, batch: F.multi_margin_loss(out, batch["y"])  # noqa: E731
+    assert "shard(row, over=tp)" in propose(model, batch, {"tp": 2}, loss).text

@@ -8,17 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.propagation.follow import fitting, reshaped, shapes_of_parts
-from schedlang.runtime.propagation.trace import Running, Tag
+from schedlang.runtime.propagation.follower import (
+    find_reshaped_dim,
+    infer_shard_shapes,
+    list_assignments,
+)
+from schedlang.runtime.propagation.trace import RunningCall, Tag
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 
 
 def test_both_orders_fit_where_sizes_are_equal() -> None:
     """With two axes of two ranks shapes cannot tell which dim is whose; with 2 and 3 they can."""
-    assert len(fitting(["a", "b"], [0, 1], lambda axis, dim: True)) == 2
+    assert len(list_assignments(["a", "b"], [0, 1], lambda axis, dim: True)) == 2
     sizes, local, whole = {"a": 2, "b": 3}, (2, 2), (4, 6)
-    found = fitting(["a", "b"], [0, 1], lambda a, dim: local[dim] * sizes[a] == whole[dim])
+    found = list_assignments(["a", "b"], [0, 1], lambda a, dim: local[dim] * sizes[a] == whole[dim])
     assert found == [{"a": 0, "b": 1}]
 
 
@@ -29,13 +33,13 @@ def test_an_axis_is_followed_through_moves() -> None:
     y = torch.empty(2, 8, 3, device="meta")
     shapes = [(2, 8, 6), (2, 6, 8)]
     assert _parts(torch.matmul, y, y.mT)(shapes, [None, 2], 2) == [(2, 8, 4)]
-    assert reshaped((2, 8, 16), Tag(2, (16,)), (2, 8, 4, 4), [1, 2]) == 2
+    assert find_reshaped_dim((2, 8, 16), Tag(2, (16,)), (2, 8, 4, 4), [1, 2]) == 2
     assert _parts(torch.Tensor.view, x, 4)([(4, 4)], [0], 2) is None
 
 
 def _parts(func: Any, *args: Any) -> Any:
     """`shapes_of_parts` of one call."""
-    return partial(shapes_of_parts, Running(("", 0), func.__name__, func, args, {}, []))
+    return partial(infer_shard_shapes, RunningCall(("", 0), func.__name__, func, args, {}, []))
 
 
 class Turned(nn.Module):

@@ -28,12 +28,13 @@ def page() -> str:
         cells = (f"`{call.theirs}`", "<br>".join(said) or "-", test, call.why)
         text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     text += "\n## Its tests, restated\n\n"
-    text += f"{same} of {len(every)} hold as they are; where ours differs it says why.\n\n"
+    text += f"{same} of {len(every)} hold unchanged. The last column explains each difference.\n\n"
     text += "| Slapo tests | here | ours differs |\n|---|---|---|\n"
     for one in every:
         text += f"| {one.theirs} | `{one.ours.partition('::')[2]}` | {one.differs} |\n"
     text += "\n## Its silent mistakes\n\n"
-    text += "What goes wrong there without a word; here it is right or refused, by a test each.\n\n"
+    text += "Slapo computes wrong results here without an error. schedlang is right or refuses; "
+    text += "each line is a test.\n\n"
     tree = ast.parse((HERE / "test_silent_bugs.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_s"):

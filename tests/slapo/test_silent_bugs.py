@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.patterns import read
+from schedlang.language.patterns import parse_pattern
 from schedlang.passes.lower.build import build
-from schedlang.runtime.fusion.dataflow import Looked, flow, imagined
-from schedlang.runtime.fusion.fuse import Told, fuse_pattern
-from schedlang.runtime.fusion.rewrite import matches
+from schedlang.runtime.fusion.dataflow import TraceDepth, invented_arguments, trace_flow
+from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern
+from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -28,19 +28,19 @@ SPLIT = "body.fc1  shard(col, over=tp)\nbody.fc2  shard(row, over=tp)\n"
 def found(pattern: str, body: Any) -> int:
     """How often a pattern stands in a forward."""
     module = nets.Body(body)
-    graph = flow(module, imagined(module), Looked())
-    return len(matches(read(pattern), graph, module)[0])
+    graph = trace_flow(module, invented_arguments(module), TraceDepth())
+    return len(find_matches(parse_pattern(pattern), graph, module)[0])
 
 
 def fused(pattern: str, body: Any) -> nn.Module:
     """A module whose pattern runs as a region, uncompiled as in float64."""
     module = nets.Body(body).double()
-    fuse_pattern(module, Told(read(pattern), Looked()))
+    fuse_pattern(module, FuseRequest(parse_pattern(pattern), TraceDepth()))
     return module
 
 
 def test_s1_writes_in_place_stay() -> None:
-    """What a forward writes in place is not lost where a pattern of it is taken out."""
+    """An in-place write in a forward is kept when a pattern of the forward is extracted."""
 
     def body(m: Any, x: Tensor) -> Tensor:
         y = m.fc(x)
@@ -52,7 +52,7 @@ def test_s1_writes_in_place_stay() -> None:
 
 
 def test_s2_dropout_follows_the_mode() -> None:
-    """After a region was made in training, evaluation drops nothing, and training still drops."""
+    """A region made in training mode applies dropout in training, and none in evaluation."""
 
     def body(m: Any, x: Tensor) -> Tensor:
         return F.relu(F.dropout(x, 0.5, m.training) + 1)
@@ -72,24 +72,24 @@ def test_s2_dropout_follows_the_mode() -> None:
     ],
 )
 def test_s3_constants_count(pattern: str, body: Any) -> None:
-    """A literal that a pattern writes is the model's own, or there is no match."""
+    """A pattern with a literal matches only the same literal in the model."""
     assert found(pattern, body) == 0
 
 
 def test_s4_data_flow_counts() -> None:
-    """Calls that merely stand one after the other are no match."""
+    """Calls match only along the data flow, not because they follow each other in the code."""
     assert found("p(x, y) { relu(x + y) }", lambda m, x: (x + m.fc(x)).sum() + F.relu(x)) == 0
 
 
 def test_s5_arguments_are_bound_by_name() -> None:
-    """A pattern taken out and put back is the same function, whichever is used first."""
+    """An extracted pattern computes the same function, whichever argument is used first."""
     module = fused("p(a, b) { relu(b - a) }", lambda m, x: F.relu(m.fc(x) - x))
     x = torch.randn(3, 8, dtype=torch.double)
     torch.testing.assert_close(module(x), F.relu(module.fc(x) - x))  # type: ignore[operator]
 
 
 def test_s6_a_name_is_a_name() -> None:
-    """`fc1` is not `fc10`; what is meant for both says so."""
+    """The path `fc1` does not match `fc10`; the path `fc1*` matches both."""
     model = nets.Net(nets.Mlp())
     chosen = [action.sites for action in planned(model, "body.fc1  checkpoint()").actions]
     assert chosen == [("body.fc1",)]
@@ -97,13 +97,13 @@ def test_s6_a_name_is_a_name() -> None:
 
 
 def test_s7_arguments_of_recomputed_modules(threads: Threads) -> None:
-    """An argument given by name arrives under its name in the recomputation too."""
+    """A keyword argument keeps its name in the recomputation."""
     model = nets.Net(nets.Calls())
     assert proven(threads, planned(model, "body.inner  checkpoint()"), IDS).ok
 
 
 def test_s8_hooks_run_once() -> None:
-    """A hook that changes what a recomputed module gives is applied once."""
+    """A hook that changes the output of a recomputed module is applied once."""
     model = nets.Net(nets.Mlp())
     model.body.register_forward_hook(lambda module, args, out: out * 2)
     expected = model(**IDS[0])["loss"]
@@ -112,7 +112,7 @@ def test_s8_hooks_run_once() -> None:
 
 
 def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
-    """A program starts with the model's values, and what was one tensor is one tensor."""
+    """A program starts with the model's values, and tied parameters stay one tensor."""
     model = nets.Tied()
     program = build(planned(model, ""), IDS[0])
     assert all(
@@ -123,19 +123,19 @@ def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
 
 
 def test_s11_every_id_of_a_split_table(threads: Threads) -> None:
-    """Each id has its own row and its own gradient, the first of every part as well."""
+    """Each id of a sharded embedding has its own row and gradient, also a shard's first id."""
     rows = "embed  shard(vocab, over=tp)"
     assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=4"), IDS).ok
 
 
 def test_s12_a_second_split_is_refused() -> None:
-    """A tensor is split once over an axis; the message names both rows."""
+    """A second split of a tensor over one axis is refused; the message names both rows."""
     said = refused(nets.Net(nets.Mlp()), SPLIT + "body.fc1  shard(col, over=tp)", "tp=2")
     assert said.count("body.fc1") >= 2 and "error[S" in said
 
 
 def test_s13_dims_count_from_the_end_too() -> None:
-    """`S(-2)` of a matrix is `S(0)`: the same parts, the same edges, or a refusal."""
+    """`S(-2)` of a matrix is `S(0)`: the same shards and the same edges."""
     edges = "bias=S(0), input=R, output=S(-1), over=tp)\nbody.fc2  shard(row, over=tp)"
     model = nets.Net(nets.Mlp())
     first = planned(model, f"body.fc1  shard(weight=S(0), {edges}", "tp=2")
@@ -144,13 +144,13 @@ def test_s13_dims_count_from_the_end_too() -> None:
 
 
 def test_s14_s15_gathered_outputs(threads: Threads) -> None:
-    """An output gathered along its last dim, before whole layers: no gradient is counted twice."""
+    """An output gathered along its last dim, before unsharded layers, counts no gradient twice."""
     rows = "body.fc1  shard(col, output=R, over=tp)"
     assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=2"), IDS).ok
 
 
 def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
-    """Channels of a convolution split on the way in: its bias is added once."""
+    """A convolution that is sharded by input channels adds its bias once."""
     rows = (
         "first  shard(weight=S(0), bias=S(0), input=R, output=S(1), over=tp)\n"
         "second  shard(weight=S(1), bias=R, input=S(1), output=R, over=tp)"
@@ -160,12 +160,12 @@ def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
 
 
 def test_s17_a_sum_is_not_written_over_what_autograd_keeps(threads: Threads) -> None:
-    """A function behind a sum over ranks, whose gradient needs its own result."""
+    """An all-reduce does not overwrite a result that autograd saved for backward."""
     assert proven(threads, planned(nets.Net(nets.Mlp()), SPLIT, "tp=2"), IDS).ok
 
 
 def test_s18_a_tied_pair_is_split_alike() -> None:
-    """One side of a tie alone is refused, and the other side's row is offered."""
+    """A row that shards one of two tied weights is refused; the message offers the other row."""
     said = refused(nets.Tied(), "embed  shard(vocab, over=tp)", "tp=2", IDS[0])
     assert "S506" in said and "head shard(vocab, over=tp)" in said
 
@@ -184,7 +184,7 @@ class Gate(nn.Module):
 
 
 def test_s19_kernels_compute_what_the_module_does() -> None:
-    """The gate's function, tanh or erf, is told apart; one that drops in evaluation is neither."""
+    """A kernel distinguishes tanh and erf GELU in a gate, and rejects a gate with dropout."""
     from schedlang.runtime.kernel_injection.gated_mlp import probe_gated
 
     erf, tanh, drops = (
@@ -200,13 +200,13 @@ def test_s19_kernels_compute_what_the_module_does() -> None:
 
 
 def test_s20_a_missing_sum_is_refused() -> None:
-    """Parts that meet the whole without a sum are refused before anything runs."""
+    """A missing all-reduce of partial sums is refused before anything runs."""
     said = refused(nets.Net(nets.Mlp()), "body.fc1  shard(col, over=tp)", "tp=2", IDS[0])
     assert "S4" in said and "body.fc2" in said
 
 
 def test_s21_nothing_is_left_to_hooks_of_the_user(threads: Threads) -> None:
-    """What enters a split layer is whole on every rank, and its gradient is summed, by the row."""
+    """The row alone makes a sharded layer's input replicated and all-reduces its gradient."""
     rows = "body.fc1  shard(col, output=R, over=tp)"
     plan = planned(nets.Net(nets.Mlp()), rows, "tp=2")
     program = build(planned(nets.Net(nets.Mlp()), rows, "tp=1"), IDS[0])
@@ -215,7 +215,7 @@ def test_s21_nothing_is_left_to_hooks_of_the_user(threads: Threads) -> None:
 
 
 def test_s22_a_failed_proof_leaves_nothing(threads: Threads) -> None:
-    """Neither a proof that fails nor a refusal leaves a tracer, a mode or a hook behind."""
+    """A failed proof or a refusal leaves no tracer, mode or hook behind."""
     model, before = nets.Net(nets.Mlp()), sys.gettrace()
     with pytest.raises(Refusal):
         create_schedule(model)["body.fc1"].shard("col", over="nothing")

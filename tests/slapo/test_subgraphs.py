@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.patterns import read
-from schedlang.runtime.fusion.dataflow import Looked, flow, imagined
-from schedlang.runtime.fusion.rewrite import matches
+from schedlang.language.patterns import parse_pattern
+from schedlang.runtime.fusion.dataflow import TraceDepth, invented_arguments, trace_flow
+from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -38,8 +38,8 @@ class Parts(nn.Module):
 def found(pattern: str, body: Any) -> list[int]:
     """The number of calls of each match."""
     module = Parts(body)
-    graph = flow(module, imagined(module), Looked(products="linear" in pattern))
-    return [len(match.nodes) for match in matches(read(pattern), graph, module)[0]]
+    graph = trace_flow(module, invented_arguments(module), TraceDepth(products="linear" in pattern))
+    return [len(match.nodes) for match in find_matches(parse_pattern(pattern), graph, module)[0]]
 
 
 LINEAR_RELU = "p(x, w, b) { relu(linear(x, w, b)) }"

@@ -11,31 +11,42 @@ from tests.support.features import NAMES, TRIPLES, Combination, combinations_of,
 
 ROOT = Path(__file__).parents[2]
 PAGE, DATA = ROOT / "docs" / "support.md", ROOT / "tests" / "data" / "support.json"
-HEAD = """# What goes with what
+HEAD = """# Combinations of techniques
 
-Every pair of the ways in which a schedule splits or keeps things, and some triples, each proven on
-a small model that has what both need (Llama, Mixtral, Whisper's encoder, a net of convolutions):
-two steps with SGD, momentum, weight decay and clipping, in float64, on two to eight ranks that are
-threads of one process, compared with the model as its authors wrote it: outputs, loss, every
-gradient and its norm, and the parameters after each step; rows of the batches end early. On the
-diagonal stands each by itself. `python -m tests.support` makes this page again.
+Look up whether two techniques work together: the table shows every pair, and some triples. The
+diagonal shows each technique alone.
 
-* `✓`: all equal, to 1e-9. `✓*`: under `relax(updates)`, `relax(lossy)`, `relax(model)` or
-  `relax(dtype)`, equal to the original with these parameters frozen, trained with the same
-  rounding, with these tied, or as it is
-* a code: refused, with the text that stands below
-* `✗`: neither
+Each cell is a proof on a small model that both techniques apply to (Llama, Mixtral, Whisper's
+encoder, a convolutional net). The model trains two steps in float64 with SGD, momentum, weight
+decay and clipping, on two to eight ranks, which are threads of one process. Some rows of the
+batches end early. The proof compares outputs, loss, every gradient and its norm, and the parameters
+after each step with the unmodified model. `python -m tests.support` writes this page.
+
+* `✓`: all equal, to 1e-9.
+* `✓*`: the schedule needs a `relax`. Under `relax(updates)` it equals the original with the same
+  frozen parameters, under `relax(lossy)` the original trained with the same rounding, under
+  `relax(model)` the original with the same ties, under `relax(dtype)` the unchanged original.
+* a code: refused; the text is below
+* `✗`: not equal
 * `–`: they exclude each other, or no small model has both
 * empty: not run
 
-Each has an axis of its own, of two ranks; a grid has two. Data is split over that of experts, of
-sequences and of a grid's rows as well. `sequence` is Megatron's: regions between split projections
-in which tokens are split. `tie` shares one block among all layers; `freeze` takes an embedding
-and the first block; `compress` is PowerSGD under ZeRO 0. What stays inside a module is paired with
-splits alone: `rotor` is a plan of checkpoints that fits a budget, `coded` activations of the last
-block in eight bits, `peer` optimizer state on the next stage, `rope`, `add norm` and `held head`
-are kernels, `rowwise` a generated one. In float64 `cast` and `rowwise` compute as the original
-does: here they only show that they go along; their own pages hold them to their dtypes.
+The names mean:
+
+* axes: each technique has its own axis of two ranks; `grid` has two axes. The batch is also split
+  over the axes of experts and sequences, and over the rows of a grid.
+* `sequence`: Megatron's sequence parallelism, with tokens sharded between sharded projections
+* `tie`: one block shared among all layers; `freeze`: a frozen embedding and first block
+* `compress`: PowerSGD under ZeRO 0
+
+The last techniques act inside a module, and are paired only with techniques that split a model:
+
+* `rotor`: checkpoints planned for a memory limit
+* `coded`: activations of the last block in eight bits
+* `peer`: optimizer state on the next stage
+* `rope`, `add norm`, `held head`: kernels; `rowwise`: a generated kernel
+* `cast`: mixed precision. In float64 `cast` and `rowwise` compute like the original, so their cells
+  only show that the combination runs. Their own pages compare them in their dtypes.
 """
 MARKS = {VERIFIED: "✓", FAILED: "✗", NO_MODEL: "–"}
 RELAXED = {"freeze", "compress", "tie", "coded", "cast"}

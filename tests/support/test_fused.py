@@ -20,9 +20,9 @@ from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
-from schedlang.runtime.fusion.fuse import Fuse, unavailable
+from schedlang.runtime.declined_calls import declined_in
+from schedlang.runtime.fusion.fuse import FusedForward, why_unavailable
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.left import left_in
 from schedlang.schedule import Schedule
 from tests.proofs import sgd
 from tests.support import page
@@ -30,7 +30,7 @@ from tests.support.cells import VERIFIED
 from tests.support.features import Combination, layers, schedule, subject
 from tests.support.subjects import LLAMA, MIXTRAL, PICTURES, WHISPER, made
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 # of each model what is fused: an MLP or a norm inside of a block, or all of it
 REGIONS = {
@@ -65,20 +65,20 @@ def trained(plan: Plan, batches: Any) -> tuple[list[bool], list[str], list[float
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
 
-    called: dict[int, Fuse] = {}
-    call = Fuse.__call__
+    called: dict[int, FusedForward] = {}
+    call = FusedForward.__call__
 
-    def noted(self: Fuse, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: FusedForward, *args: Any, **kwargs: Any) -> Any:
         called[id(self)] = self
         return call(self, *args, **kwargs)
 
     program = build(plan, batches[0], optimizer=sgd)
     eagerly = mock.patch.object(compile_fx, "compile_fx", aot_eager)
-    with eagerly, mock.patch.object(Fuse, "__call__", noted):
+    with eagerly, mock.patch.object(FusedForward, "__call__", noted):
         losses = [float(program.train_step(one)) for one in batches]
-    left = left_in(program.assembly.module)
+    left = declined_in(program.assembly.module)
     ran = [one.compiled is not None for one in called.values()]
-    return ran, [one.why for one in left if one.kernel == "fuse"], losses
+    return ran, [one.reason for one in left if one.kernel == "fuse"], losses
 
 
 def judged(names: Combination, pool: Pool) -> None:

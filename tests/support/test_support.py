@@ -61,12 +61,12 @@ def test_a_wrong_gradient_is_a_failed_cell(
     """A program whose gradients are not summed over the ranks is told from one that is right."""
     from schedlang.runtime.grad_reduction import zero
 
-    plain = zero.Sliced.add
+    plain = zero.ShardedStage.add_unit
 
     def averaged(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
-    monkeypatch.setattr(zero.Sliced, "add", averaged)
+    monkeypatch.setattr(zero.ShardedStage, "add_unit", averaged)
     found = judged(("zero 2", "tensor"), threads)
     assert (found.status, "gradient" in found.why) == (FAILED, True), found.why

@@ -23,7 +23,7 @@ from schedlang.diagnostics.annotate import Note, annotation, summarize, table
 from schedlang.ir.mesh import Mesh
 from schedlang.report import Report, Row
 from schedlang.verbs import examine
-from schedlang.verbs.examine import Outcome, Wish
+from schedlang.verbs.examine import Outcome, ProofTerms
 from tests.tools.test_plugin import DEADLY, GOOD, LIBRARY, SOUND, write
 
 ROOT = Path(__file__).parents[2]
@@ -224,12 +224,12 @@ def test_a_large_mesh_is_left_out_or_reduced(
         assert case.plan.mesh.world == 2
         return Report((Row("", "loss", "loss", 0.0, 1e-9, ok=True),))
 
-    monkeypatch.setattr("schedlang.verbs.inputs.posed", posed)
+    monkeypatch.setattr("schedlang.verbs.inputs.make_proof_case", posed)
     monkeypatch.setattr("schedlang.passes.prove.prove", prove)
     ranks: Any = SimpleNamespace(model_file=lambda named, beside: None, pool=lambda: None)
-    left = examine.verify(tmp_path / "good.sched", Wish(), ranks)
+    left = examine.verify(tmp_path / "good.sched", ProofTerms(), ranks)
     assert left.skipped and asked == [None] and left.to_json()["exit"] == 3
-    done = examine.verify(tmp_path / "good.sched", Wish(shrink=True), ranks)
+    done = examine.verify(tmp_path / "good.sched", ProofTerms(shrink=True), ranks)
     assert (done.code, done.skipped, asked) == (0, "", [None, None, True])
     assert ("reduced", "width 64 -> 8") in done.facts and "width 64 -> 8" in done.text
 

@@ -2,13 +2,14 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from schedlang.cli import VERBS, app
+from schedlang.cli import VERBS, app, main
 from schedlang.diagnostics import codes
 from schedlang.ir.primitive import load_all, registry
 from tests import forks
@@ -121,6 +122,19 @@ def test_usage_errors_are_refusals() -> None:
     assert call("nonsense").exit_code == 2
     assert call("check", "--nonsense").exit_code == 2
     assert "check" in call("--help").output
+
+
+@pytest.mark.parametrize("words", [("plan", "--bogus"), ("plan",), ("bogus",)])
+def test_usage_errors_are_json_where_it_is_asked_for(
+    words: tuple[str, ...], monkeypatch: Any, capsys: Any
+) -> None:
+    """What is wrong with the words of a command is a diagnostic, too (S109)."""
+    monkeypatch.setattr(sys, "argv", ["schedlang", *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = json.loads(capsys.readouterr().out)
+    assert ended.value.code == told["exit"] == 2
+    assert told["diagnostics"][0]["code"] == "S109" and told["diagnostics"][0]["helps"]
 
 
 def test_our_own_errors_are_not_results(file: Path, monkeypatch: Any) -> None:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import schedlang
 from schedlang.cli import VERBS, app
 from schedlang.diagnostics.codes import model
-from schedlang.diagnostics.tables import table, wrapped
-from schedlang.verbs.telling import Telling
+from schedlang.diagnostics.tables import format_table, wrap_text
+from schedlang.verbs.progress import ProgressLine
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +46,14 @@ def until(ready: Callable[[], object], seconds: float = 60) -> None:
 
 def test_short_runs_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     """Where there is no terminal, nothing is said of what ends before the first line is due."""
-    with Telling(first=60) as said:
+    with ProgressLine(first=60) as said:
         said("the original")
     assert capsys.readouterr().err == ""
 
 
 def test_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal each line is a whole one, with what runs and what is left of it."""
-    with Telling(first=0.05, every=0.05) as said:
+    with ProgressLine(first=0.05, every=0.05) as said:
         said("4 ranks", 0, 9)
         said("4 ranks", 3, 9)
         lines: list[str] = []
@@ -66,21 +66,21 @@ def test_lines_without_a_stage_wait(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a stage begins a refusal is near: nothing is said for a while, then what is read."""
-    monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
-    with Telling(first=0.01, every=0.02):
+    monkeypatch.setattr("schedlang.verbs.progress.REFRESH", 0.02)
+    with ProgressLine(first=0.01, every=0.02):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("schedlang.verbs.telling.UNNAMED", 0.05)
-    with Telling(first=0.01, every=0.02):
+    monkeypatch.setattr("schedlang.verbs.progress.UNNAMED", 0.05)
+    with ProgressLine(first=0.01, every=0.02):
         until(lambda: "reading the model ..." in capsys.readouterr().err)
 
 
 def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A quiet one says nothing at all; a failure inside ends the thread, too."""
-    with pytest.raises(ZeroDivisionError), Telling(quiet=True, first=0.0) as said:
+    with pytest.raises(ZeroDivisionError), ProgressLine(quiet=True, first=0.0) as said:
         said("a stage")
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), Telling(first=0.01) as said:
+    with pytest.raises(ZeroDivisionError), ProgressLine(first=0.01) as said:
         raise ZeroDivisionError
     thread = said._thread
     assert thread is not None and not thread.is_alive()
@@ -95,8 +95,8 @@ def test_on_a_terminal_one_line_changes(monkeypatch: pytest.MonkeyPatch) -> None
 
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
-    with Telling() as said:
+    monkeypatch.setattr("schedlang.verbs.progress.REFRESH", 0.02)
+    with ProgressLine() as said:
         said("the original")
         until(lambda: shown.getvalue().count("the original") > 1)
     assert "\n" not in shown.getvalue()
@@ -105,7 +105,7 @@ def test_on_a_terminal_one_line_changes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_left_is_that_of_the_stage() -> None:
     """What is left is told from this stage's steps: not before the first, nor after the last."""
-    said = Telling(quiet=True)
+    said = ProgressLine(quiet=True)
     said("the original")
     assert "left" not in str(said) and "step" not in str(said)
     said("2 ranks", 0, 4)
@@ -123,7 +123,7 @@ def test_ranks_tell_their_steps() -> None:
     from torch import nn
 
     from schedlang.passes.prove import prove
-    from schedlang.passes.verify.sides import Case
+    from schedlang.passes.verify.proof_case import Case
 
     heard: list[tuple[str, int, int]] = []
 
@@ -232,19 +232,19 @@ def test_wide_tables_come_in_parts(width: int) -> None:
     """Each part has the first columns and fits; every cell stands in it whole, and once."""
     head = ("rank", *(f"a column {n}" for n in range(12)))
     rows = [head, *((f"pp={k}", *(f"{k}.{n} KiB" for n in range(12))) for k in range(2))]
-    lines = list(table(rows, width))
+    lines = list(format_table(rows, width))
     assert max(map(len, lines)) <= width
     assert sum(line.split()[0] == "pp=0" for line in lines) == len(lines) // 3
     for row in rows:
         for cell in row[1:]:
             assert sum(f"  {cell}  " in f"{line}  " for line in lines) == 1, cell
-    assert len(list(table(rows))) == 3
+    assert len(list(format_table(rows))) == 3
 
 
 def test_words_are_never_cut() -> None:
     """A name that is longer than the line stands on it whole."""
     name = "transformer.h.11.attn.c_attn.weight" * 2
-    lines = wrapped(f"not checked: {name} was not run", 50, " ")
+    lines = wrap_text(f"not checked: {name} was not run", 50, " ")
     assert any(name in line for line in lines) and len(lines) > 1
 
 
@@ -255,7 +255,7 @@ def test_plan_and_tree_fit(folder: Path, width: int) -> None:
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.simulate.account import account
     from schedlang.viz import tree
-    from schedlang.viz.show import text, view
+    from schedlang.viz.show import format_view, make_view
 
     names: dict[str, object] = {}
     exec(text_of(), names)
@@ -266,15 +266,17 @@ def test_plan_and_tree_fit(folder: Path, width: int) -> None:
     sch["layers.*.down"].shard("row", over="tp")
     sch["layers.*"].checkpoint(save=["attention", "linear"])
     sch.zero(stage=1, over="dp")
-    shown = view(sch.plan(), account(sch.plan(), batch, memory=True))
-    free, tight = text(shown), text(shown, width=width)
+    shown = make_view(sch.plan(), account(sch.plan(), batch, memory=True))
+    free, tight = format_view(shown), format_view(shown, width=width)
     assert max(map(len, tight.splitlines())) <= width
     assert max(map(len, free.splitlines())) > width or width == 100
     assert set(free.split()) == set(tight.split())
     root = tree.tree(ModelFacts(net))
-    narrow = tree.text(root, width=50)
+    narrow = tree.format_tree(root, width=50)
     assert set(narrow.split()) >= {"Net", "up", "down"}
-    assert set(narrow.replace("│", "").split()) == set(tree.text(root).replace("│", "").split())
+    assert set(narrow.replace("│", "").split()) == set(
+        tree.format_tree(root).replace("│", "").split()
+    )
 
 
 # -- a terminal of 80 columns ------------------------------------------------------------------

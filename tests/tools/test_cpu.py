@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-from schedlang.runtime.launch import job
-from schedlang.runtime.launch.job import cpu_seconds
+from schedlang.runtime.launch import rank_job
+from schedlang.runtime.launch.rank_job import cpu_seconds
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
 
@@ -22,7 +22,7 @@ def test_a_child_that_still_runs_counts() -> None:
             time.sleep(0.05)
         assert cpu_seconds([child.pid]) >= 0.3
         if shutil.which("ps"):  # which small images lack; it may round to seconds
-            assert abs(job._by_ps({child.pid}) - cpu_seconds([child.pid])) < 2
+            assert abs(rank_job._ps_seconds({child.pid}) - cpu_seconds([child.pid])) < 2
     finally:
         child.communicate(b"\n")
 
@@ -37,7 +37,7 @@ def test_a_process_that_is_gone_counts_nothing() -> None:
 
 def test_times_of_ps() -> None:
     """Both forms that ps prints are read, and descendants are followed."""
-    assert job._seconds("1-02:03:04") == 86400 + 7384
-    assert job._seconds("0:01.50") == 1.5
+    assert rank_job._parse_time("1-02:03:04") == 86400 + 7384
+    assert rank_job._parse_time("0:01.50") == 1.5
     table = {1: (0, 1.0), 2: (1, 2.0), 3: (2, 4.0), 4: (0, 8.0)}
-    assert job._of_table(table, {1}) == 7
+    assert rank_job._table_seconds(table, {1}) == 7

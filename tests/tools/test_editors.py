@@ -10,7 +10,7 @@ from pygments.token import Error
 from schedlang.editors import rules as colours
 from schedlang.editors.lexer import SchedLexer
 from schedlang.editors.rules import rules
-from schedlang.editors.services import Outline, definition, hover, offers
+from schedlang.editors.services import Outline, complete_at, find_definition, hover_text
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted((ROOT / "examples").rglob("*.sched"))
@@ -40,7 +40,7 @@ MODEL = Outline(node("", "M", node("wte", "Embedding"), node("h", "List", layer(
 def offered(text: str) -> list[str]:
     """What is offered at the bar."""
     before, after = text.split("|")
-    return [offer.text for offer in offers(before + after, len(before), MODEL)]
+    return [offer.text for offer in complete_at(before + after, len(before), MODEL)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_verbs_follow_a_selector() -> None:
 def test_unknown_paths_offer_nothing() -> None:
     """A selector that matches nothing is followed by nothing, and is no error."""
     assert offered(STEP + "  nothing.here.|") == []
-    assert [offer.text for offer in offers(STEP + "  h.", len(STEP) + 4, None)] == []
+    assert [offer.text for offer in complete_at(STEP + "  h.", len(STEP) + 4, None)] == []
 
 
 def test_hover() -> None:
@@ -85,7 +85,7 @@ def test_hover() -> None:
 
     def shown(text: str, *rows: dict[str, object]) -> str:
         before, after = text.split("|")
-        return hover(before + after, len(before), MODEL, rows)
+        return hover_text(before + after, len(before), MODEL, rows)
 
     row = {
         "pattern": "h.*",
@@ -108,7 +108,7 @@ def test_definitions(tmp_path: Path) -> None:
 
     def target(text: str) -> tuple[str, str] | None:
         before, after = text.split("|")
-        found = definition(before + after, len(before), here)
+        found = find_definition(before + after, len(before), here)
         return found and (found.file.name if found.file else "", found.text[found.offset :][:5])
 
     assert target(STEP + "  wte  shard(col, over=t|p)") == ("", "tp: i")
@@ -155,7 +155,9 @@ def test_words_are_what_they_stand_for() -> None:
 def test_the_grammar_of_editors_is_the_language() -> None:
     """The extension's TextMate grammar is the one made from the language's own grammar."""
     kept = ROOT / "editors" / "vscode" / "syntaxes" / "sched.tmLanguage.json"
-    assert kept.read_text() == colours.text(), "python -m schedlang.editors.rules > " + str(kept)
+    assert kept.read_text() == colours.textmate_json(), (
+        "python -m schedlang.editors.rules > " + str(kept)
+    )
     assert {kind for _, kind in rules()} == set(colours.SCOPES)
     package = json.loads((ROOT / "editors" / "vscode" / "package.json").read_text())
     named = [package["main"], *(g["path"] for g in package["contributes"]["grammars"])]

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.cursor import Caller
+from schedlang.cursor import PendingCall
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.lift import spelled
+from schedlang.language.lift import spell_in_python
 from schedlang.schedule import Schedule
 from tests import forks
 from tests.tools.test_api import Block
@@ -217,7 +217,7 @@ def html_parses(text: str) -> bool:
 )
 def test_spelled(schedule: str, python: str) -> None:
     """Rows become calls, and only rows."""
-    assert spelled(schedule) == python
+    assert spell_in_python(schedule) == python
 
 
 def test_a_file_is_answered_in_its_own_words(sch: Schedule, tmp_path: Path) -> None:
@@ -346,7 +346,10 @@ def test_no_optimizer_before_the_first_batch() -> None:
 
 def test_verbs_need_not_be_loaded_before() -> None:
     """In a process that has met no verb yet a row is spelled as in any other."""
-    code = "from schedlang.language.lift import spelled\nprint(spelled('`zero(stage=1, over=dp)`'))"
+    code = (
+        "from schedlang.language.lift import spell_in_python\n"
+        "print(spell_in_python('`zero(stage=1, over=dp)`'))"
+    )
     done = forks.anew("-c", code)
     assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
 
@@ -355,7 +358,7 @@ def test_who_imports_schedules_is_answered_in_python() -> None:
     """The interactive object alone brings the spelling of helps with it."""
     code = (
         "import schedlang\n"
-        "from schedlang.diagnostics.diagnostic import SPELLED\n"
+        "from schedlang.diagnostics.diagnostic import HELP_SPELLERS\n"
         "assert not SPELLED\n"
         "schedlang.create_schedule\n"
         "assert SPELLED\n"
@@ -501,7 +504,7 @@ def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
     """`help(sch["..."].shard)` has arguments and an example; of what is no verb, the class's."""
     shown = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
     assert "A style sets the placements" in shown and "over=" in shown
-    assert sch["blocks.0"].nothing.__doc__ == Caller.__doc__
+    assert sch["blocks.0"].nothing.__doc__ == PendingCall.__doc__
 
 
 @pytest.mark.parametrize(

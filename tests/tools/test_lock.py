@@ -18,13 +18,13 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lock import (
+    MODEL_ROOT,
     SECTIONS,
-    WHOLE,
     Lock,
-    changes,
-    gathered,
+    compare_locks,
+    compress_names,
+    expand_names,
     read_lock,
-    spread,
     to_text,
 )
 from schedlang.verbs.lockfile import compare_lock
@@ -96,22 +96,22 @@ def locked(schedule: Path, *words: object) -> Path:
 # ---- names --------------------------------------------------------------------------------------
 
 parts = st.sampled_from(["a", "b", "01", "*", "1a", *map(str, range(12))])
-names = st.lists(parts, min_size=1, max_size=4).map(".".join) | st.just(WHOLE)
+names = st.lists(parts, min_size=1, max_size=4).map(".".join) | st.just(MODEL_ROOT)
 
 
 @given(st.sets(names, max_size=30))
 def test_names_with_ranges_stand_for_exactly_these(given: set[str]) -> None:
     """Gathering loses no name and adds none."""
-    back = [name for one in gathered(given) for name in spread(one)]
+    back = [name for one in compress_names(given) for name in expand_names(one)]
     assert sorted(back) == sorted(given)
 
 
 def test_layers_become_one_name() -> None:
     """What differs in whole runs of numbers is one line; a gap ends a run."""
     every = [f"h.{i}.e.{j}.w" for i in range(12) for j in range(3)]
-    assert gathered(every) == ["h.0..11.e.0..2.w"]
+    assert compress_names(every) == ["h.0..11.e.0..2.w"]
     every.remove("h.10.e.1.w")
-    assert gathered(every) == ["h.0..9.e.0..2.w", "h.10.e.0.w", "h.10.e.2.w", "h.11.e.0..2.w"]
+    assert compress_names(every) == ["h.0..9.e.0..2.w", "h.10.e.0.w", "h.10.e.2.w", "h.11.e.0..2.w"]
 
 
 # ---- the text -----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_text_holds_all_of_it(found: dict[str, Any]) -> None:
     lock = Lock(found, (("--knob", "a=1"), ("--mesh", "dp=2,tp=4")), (("torch", "2"),))
     back = read_lock(to_text(lock), "x")
     assert back == lock and back.structure == lock.structure
-    assert changes(lock, back) == []
+    assert compare_locks(lock, back) == []
 
 
 def test_the_text_is_the_same_anywhere(schedule: Path, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schedlang.ir.mesh import Mesh, neighbours
-from schedlang.passes.simulate.traffic import Collective, collectives
-from schedlang.viz.cost_pictures import SHARE, Matrix, Pairs, between, pairs
+from schedlang.ir.mesh import Mesh, run_axis
+from schedlang.passes.simulate.traffic import Collective, list_collectives
+from schedlang.viz.cost_pictures import SHARE, Matrix, Pairs, draw_traffic, sum_pairs
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned
@@ -21,7 +21,7 @@ def one(kind: str, axes: str, size: int, **more: object) -> Collective:
 
 
 def of(mesh: Mesh, *found: Collective, line: str = "pp", most: int = 64) -> Pairs:
-    return pairs(mesh, line, found, most)
+    return sum_pairs(mesh, line, found, most)
 
 
 def test_by_hand() -> None:
@@ -48,7 +48,7 @@ def test_only_where_it_happens() -> None:
 
 def test_runs_of_neighbours() -> None:
     """A group of two neighbours along an axis of four sends nothing to the other two."""
-    found = of(Mesh((("tp", 4),)), one("all-gather", neighbours("tp", 2), 6), line="").bytes
+    found = of(Mesh((("tp", 4),)), one("all-gather", run_axis("tp", 2), 6), line="").bytes
     assert found[0].tolist() == [0, 3, 0, 0] and found[2].tolist() == [0, 0, 0, 3]
 
 
@@ -81,11 +81,11 @@ def test_a_pipeline_sends_to_its_neighbours() -> None:
     rows = 'transformer.h  pipeline_split(over=pp)\npipeline(order="ZB-V", micro=4, chunks=2)\n'
     made = planned(models.gpt2(layers=4), rows, "pp=2")
     sample = tokens(rows=2)
-    found = collectives(made, prepare(made, sample, None, None), sample)
+    found = list_collectives(made, prepare(made, sample, None, None), sample)
     sent = [one for one in found if one.kind == "send"]
     assert sent and all(one.to is not None and one.places != {one.to} for one in sent)
     assert {(*one.places, one.to) for one in sent if one.places} == {(0, 1), (1, 0)}
-    total = pairs(made.mesh, "pp", sent).bytes
+    total = sum_pairs(made.mesh, "pp", sent).bytes
     assert total.sum() == sum(one.total for one in sent)
 
 
@@ -95,13 +95,13 @@ def test_shades_follow_bytes() -> None:
     drawn = Matrix(sums, 0)
     shades = [drawn.shade(value) for value in (32.0, 100.0, 1000.0, 10_000.0)]
     assert shades == sorted(shades) and shades[0] == 0 and shades[-1] == 3
-    assert len(Matrix(of(SQUARE, one("all-reduce", "tp", 10)), 0).starts) == 1
+    assert len(Matrix(of(SQUARE, one("all-reduce", "tp", 10)), 0).shade_starts) == 1
 
 
 def test_nothing_sent_is_nothing_drawn() -> None:
     """A plan on one rank, or without a batch, has no such picture."""
     from schedlang.passes.simulate.account import account
-    from schedlang.viz.show import view
+    from schedlang.viz.show import make_view
 
     made = planned(models.gpt2(), "transformer.h.*  checkpoint()")
-    assert between(view(made, account(made, None)), 10) == ([], 0)
+    assert draw_traffic(make_view(made, account(made, None)), 10) == ([], 0)

@@ -8,7 +8,7 @@ import pytest
 
 from schedlang import report as report_page
 from schedlang.viz import cost_pictures, picture
-from schedlang.viz.timeline_pictures import LOOKS, Kind, shaded
+from schedlang.viz.timeline_pictures import LOOKS, Kind, shade_of
 from tests.pictures import different, equal, reports, timelines
 from tests.sight import contrast, nearest
 
@@ -73,7 +73,7 @@ def test_colours_are_those_of_the_styles() -> None:
 def test_words_on_colours_can_be_read() -> None:
     """What is written on blocks, stages and cells has a contrast of 4.5 or more."""
     for kind in BLOCKS:
-        assert all(contrast(shaded(kind, level, 3), "#111111") >= 4.5 for level in range(4))
+        assert all(contrast(shade_of(kind, level, 3), "#111111") >= 4.5 for level in range(4))
     assert all(contrast(fill, "#111111") >= 4.5 for fill in picture.STAGES)
     assert all(contrast(fill, "#111111") >= 4.5 for fill in cost_pictures.LIGHT)
     for fill, words in zip(cost_pictures.DARK, cost_pictures.WORDS, strict=True):
@@ -83,7 +83,7 @@ def test_words_on_colours_can_be_read() -> None:
 def test_a_report_says_what_its_text_says() -> None:
     """Page and terminal have the same kinds, verdicts, gaps, bounds and rows to blame."""
     for report in (equal(), different()):
-        page, text = report_page.page(report), str(report)
+        page, text = report_page.html_page(report), str(report)
         for one in report.summary:
             assert one.kind in page and one.kind in text
         words = [gap.condition for gap in report.gaps]

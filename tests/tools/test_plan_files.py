@@ -20,8 +20,8 @@ from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
-from schedlang.passes.elaborate.record import read_record, restored
-from schedlang.passes.lock import read_lock, spread
+from schedlang.passes.elaborate.plan_record import plan_from_record, read_record
+from schedlang.passes.lock import expand_names, read_lock
 from schedlang.verbs.inputs import write_text
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom"
@@ -111,7 +111,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, plan: dict[str, Any], count: 
         file.write_text(json.dumps(made))
         with _at_most(20):
             try:
-                restored(read_record(file), facts)
+                plan_from_record(read_record(file), facts)
             except Refusal as refusal:
                 refused += 1
                 assert refusal.render()
@@ -171,9 +171,9 @@ def test_no_lock(text: str) -> None:
 
 def test_ranges_of_many_names() -> None:
     """A million names are read; what stands for more is no name."""
-    assert sum(1 for _ in spread("h.0..9.w.0..9")) == 100
+    assert sum(1 for _ in expand_names("h.0..9.w.0..9")) == 100
     with pytest.raises(ValueError, match="more than"):
-        list(spread("h.0..99999.w.0..99999"))
+        list(expand_names("h.0..99999.w.0..99999"))
 
 
 def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:

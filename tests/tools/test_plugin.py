@@ -132,7 +132,7 @@ def test_a_refused_schedule_fails_on_its_line(pytester: pytest.Pytester) -> None
 
 def test_locks_are_items(pytester: pytest.Pytester) -> None:
     """A lock that is there is compared; with --schedlang-locked it has to be there."""
-    from schedlang.verbs.inputs import accounted, planned
+    from schedlang.verbs.inputs import account_costs, plan_schedule
     from schedlang.verbs.lockfile import lock_path, write_lock
 
     write(pytester.path, good=GOOD, library=LIBRARY, model=SOUND)
@@ -142,8 +142,8 @@ def test_locks_are_items(pytester: pytest.Pytester) -> None:
     missing.stdout.fnmatch_lines(
         ["*good.sched::lock FAILED*", "*`schedlang plan good.sched --lock`"]
     )
-    found = planned(pytester.path / "good.sched", None, None, None)
-    write_lock(found, accounted(found), None, None)
+    found = plan_schedule(pytester.path / "good.sched", None, None, None)
+    write_lock(found, account_costs(found), None, None)
     pytester.runpytest(*PLUGIN, *static).assert_outcomes(passed=4)
     path = lock_path(pytester.path / "good.sched")
     write(pytester.path, model=SOUND.replace("(6, 8)", "(6, 10)").replace("(8, 6)", "(10, 6)"))

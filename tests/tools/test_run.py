@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.ir.modelfile import load_model_file
-from schedlang.passes.elaborate.record import record, restored
+from schedlang.passes.elaborate.plan_record import plan_from_record, plan_to_record
 from schedlang.schedule import load
 from tests import forks
 
@@ -147,8 +147,8 @@ def test_record_and_back(name: str) -> None:
     """A record of each example, restored, is the same plan."""
     file = ROOT / "examples" / f"{name}.sched"
     plan = load(file, load_model_file(None, file).model(meta=True)).plan()
-    made: dict[str, Any] = json.loads(json.dumps(record(plan)))
-    assert restored(made, plan.model) == plan
+    made: dict[str, Any] = json.loads(json.dumps(plan_to_record(plan)))
+    assert plan_from_record(made, plan.model) == plan
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"plan": 2}', '{"plan": 1, "mesh": {}}'])

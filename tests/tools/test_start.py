@@ -11,9 +11,9 @@ import pytest
 
 from schedlang import primitives
 from schedlang.cli import VERBS
+from schedlang.garbage_collection import ProcessState, without_collector
 from schedlang.ir.primitive import load_all, registry
-from schedlang.uncollected import Process, uncollected
-from schedlang.verbs.checking import plain
+from schedlang.verbs.quick_check import run_quick_check
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_each_primitive_has_the_file_of_its_name() -> None:
 @pytest.mark.parametrize("words", [(), ("--json",), ("--model", "m"), ("-h",), ("a", "--locked")])
 def test_options_are_read_as_ever(words: tuple[str, ...]) -> None:
     """Only files and `--json` are answered at once; all else goes through the command line."""
-    assert plain(words) is None
+    assert run_quick_check(words) is None
 
 
 def test_answers_as_the_command_line_does(
@@ -124,7 +124,7 @@ def test_answers_as_the_command_line_does(
         for options in ([], ["--json"]):
             words = [*map(str, files), *options]
             long = CliRunner().invoke(app, ["check", *words])
-            code = plain(words)
+            code = run_quick_check(words)
             short = capsys.readouterr()
             assert (code, short.out, short.err) == (long.exit_code, long.stdout, long.stderr)
 
@@ -136,12 +136,12 @@ def test_a_command_looks_once_at_what_it_imported(monkeypatch: pytest.MonkeyPatc
     """
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
-    with uncollected(imports=True):
+    with without_collector(imports=True):
         assert not gc.isenabled()
-    monkeypatch.setattr(Process, "own", True)
-    with uncollected():
+    monkeypatch.setattr(ProcessState, "own", True)
+    with without_collector():
         pass
     assert gc.isenabled() and not frozen
-    with uncollected(imports=True):
+    with without_collector(imports=True):
         pass
     assert gc.isenabled() and frozen == [False]

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import ORDERS, order, sized
-from schedlang.pipeline.timeline.simulation import Timing, timing
-from schedlang.pipeline.timeline.table import Kind, Op, dependencies, timeline
-from schedlang.viz.timeline_page import UNIT, trace
-from schedlang.viz.timeline_pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
+from schedlang.pipeline.schedules import ORDERS, checked_size, make_order
+from schedlang.pipeline.timeline.simulation import Timing, simulate_timeline
+from schedlang.pipeline.timeline.table import Kind, Op, dependencies, timeline_from_rows
+from schedlang.viz.timeline_page import UNIT, format_trace
+from schedlang.viz.timeline_pictures import IDLE, MOST_BLOCKS, MOST_RANKS, draw_bars, draw_timings
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
@@ -26,8 +26,8 @@ def every() -> list[Timing]:
     """A timing of each order at small sizes."""
     found = []
     for known in ORDERS:
-        size = sized(known, 4, 8, slices=2 if known.sliced else 1)
-        found.append(timing(known.make(size), Cost(3, 4, 2, 1)))
+        size = checked_size(known, 4, 8, slices=2 if known.sliced else 1)
+        found.append(simulate_timeline(known.make(size), Cost(3, 4, 2, 1)))
     return found
 
 
@@ -38,7 +38,7 @@ def events(text: str, *phases: str) -> list[dict[str, Any]]:
 def test_a_trace_has_every_operation_and_every_transfer() -> None:
     """On its rank, at its time; on no thread do two overlap; arrows join what makes and uses."""
     for times in every():
-        t, text = times.timeline, trace(times)
+        t, text = times.timeline, format_trace(times)
         found = sorted(
             (e["tid"] // 2, e["name"][: len(e["name"].rstrip("0123456789."))], round(e["ts"], 3))
             for e in events(text, "X", "i")
@@ -62,8 +62,8 @@ def test_a_trace_has_every_operation_and_every_transfer() -> None:
 
 def test_two_timings_are_two_processes() -> None:
     """Planned and measured stand under each other, each with its name and its own ids."""
-    times = timing(order("1F1B", 2, 2))
-    text = trace({"planned": times, "measured": times})
+    times = simulate_timeline(make_order("1F1B", 2, 2))
+    text = format_trace({"planned": times, "measured": times})
     names = {e["pid"]: e["args"]["name"] for e in events(text, "M") if e["name"] == "process_name"}
     assert names == {0: "planned", 1: "measured"}
     assert {e["pid"] for e in events(text, "X")} == {0, 1}
@@ -83,7 +83,7 @@ def letters(line: str) -> str:
 def test_bars_are_to_scale() -> None:
     """Each cell tells what its rank does at that time; lines are as wide as asked."""
     for times in every():
-        text = bars(times, 120)
+        text = draw_bars(times, 120)
         t, lines = times.timeline, text.split("\n")
         assert len(lines) == t.ranks + 1 and all(len(line) <= 120 for line in lines[:-1])
         for rank in range(t.ranks):
@@ -98,24 +98,24 @@ def test_bars_are_to_scale() -> None:
 
 def test_colour_changes_nothing_but_colour() -> None:
     """Without its escapes a coloured bar has the same cells; without colour there are none."""
-    times = timing(order("1F1B", 3, 4))
-    plain, coloured = bars(times, 60), bars(times, 60, colour=True)
+    times = simulate_timeline(make_order("1F1B", 3, 4))
+    plain, coloured = draw_bars(times, 60), draw_bars(times, 60, colour=True)
     assert "\x1b" not in plain and "\x1b" in coloured
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain.replace("-", " ")
 
 
 def test_large_timelines_stay_small_and_whole() -> None:
     """64 ranks x 512: a line for the first and last ranks, a path for all blocks of a kind."""
-    times = timing(order("1F1B", 64, 512))
-    lines = bars(times, 100).split("\n")
+    times = simulate_timeline(make_order("1F1B", 64, 512))
+    lines = draw_bars(times, 100).split("\n")
     assert len(lines) == MOST_RANKS + 2 and f"{64 - MOST_RANKS} ranks more" in "\n".join(lines)
-    root = ElementTree.fromstring(drawn({"": times}))
+    root = ElementTree.fromstring(draw_timings({"": times}))
     paths = [e.get("d") or "" for e in root.iter("{http://www.w3.org/2000/svg}path")]
     assert sum(path.count("M") for path in paths) == len(times.timeline) > MOST_BLOCKS
 
 
 def drawing(times: Timing, **options: Any) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(drawn({"": times}, **options)).iter())
+    return list(ElementTree.fromstring(draw_timings({"": times}, **options)).iter())
 
 
 def test_what_takes_no_time_is_marked() -> None:
@@ -130,7 +130,7 @@ def test_what_takes_no_time_is_marked() -> None:
         ],
         [Op(F, 1, 0), Op(B, 1, 0)],
     ]
-    times = timing(timeline(rows))
+    times = simulate_timeline(timeline_from_rows(rows))
     marks = [e for e in drawing(times) if e.get("class") == "k"]
     assert len(marks) == 3 and len({str(e.get("d"))[-12:] for e in marks}) == 3
     assert "version 1" in "".join(marks[-1].itertext())
@@ -139,7 +139,7 @@ def test_what_takes_no_time_is_marked() -> None:
 def test_replicas_and_slices_are_told_apart() -> None:
     """A second replica is hatched, a slice is on the block's label and in its words."""
     rows = [[Op(F, 0, 0, 0, 0), Op(F, 0, 0, 0, 1), Op(F, 0, 1, 1, 0), Op(F, 0, 1, 1, 1)]]
-    found = drawing(timing(timeline(rows)), unit=40.0)
+    found = drawing(simulate_timeline(timeline_from_rows(rows)), unit=40.0)
     assert sum(e.get("fill") == "url(#replica)" for e in found) == 2 + 1  # the legend's
     words = ["".join(e.itertext()) for e in found if e.get("class") == "op"]
     assert words == ["0.0", "0.1", "1.0", "1.1"]
@@ -147,7 +147,7 @@ def test_replicas_and_slices_are_told_apart() -> None:
 
 def test_transfers_are_drawn_where_asked() -> None:
     """One line for each transfer between ranks, gradients dashed."""
-    times = timing(order("GPipe", 3, 4), Cost(comm=1))
+    times = simulate_timeline(make_order("GPipe", 3, 4), Cost(comm=1))
     assert not any(str(e.get("class")).startswith("way") for e in drawing(times))
     lines = {e.get("class"): e.get("d") for e in drawing(times, transfers=True)}
     assert str(lines["way"]).count("M") == str(lines["way back"]).count("M") == 2 * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from schedlang.ir.model import ModelFacts
-from schedlang.viz.tree import Node, text, tree
+from schedlang.viz.tree import Node, format_tree, tree
 from tests.models import gpt2
 
 
@@ -36,7 +36,7 @@ def test_text_names_dims_and_ties() -> None:
     """Dims are named by class, a tied weight names the one it is, frozen ones say so."""
     model = gpt2()
     model.transformer.wpe.weight.requires_grad_(False)
-    said = text(tree(ModelFacts(model)))
+    said = format_tree(tree(ModelFacts(model)))
     assert "weight f64[vocab 61, hidden 16]" in said
     assert "weight f64[out 61, in 16] = transformer.wte.weight" in said
     assert "weight f64[vocab 16, hidden 16] frozen" in said

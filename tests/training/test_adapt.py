@@ -20,10 +20,10 @@ from schedlang import create_schedule, deferred_init
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate import dryrun
+from schedlang.passes.propagate import sharded_run
 from schedlang.passes.static_checks.static import static
-from schedlang.passes.verify.changed import KIND
-from schedlang.runtime import adapted, shards
+from schedlang.passes.verify.changed_model import KIND
+from schedlang.runtime import low_rank_adapters, weight_export
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, proven, sequential, sgd, trained
@@ -72,7 +72,7 @@ def by_hand(plan: Plan, scale: float) -> nn.Module:
 def begun(rows: str, mesh: str = "", model: nn.Module | None = None) -> Plan:
     """A plan in float64 whose B is not zero: at zero half of all mistakes do not show."""
     plan = planned((model or models.llama(2)).double(), rows, mesh, "model")
-    return replace(plan, model=plan.model.like(plan.model.base.model, True))
+    return replace(plan, model=plan.model.for_module(plan.model.base.model, True))
 
 
 def of_adapters(seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def test_a_gradient_that_nobody_sums_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is whole beside a split weight has a part of its gradient on each rank."""
-    monkeypatch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
+    monkeypatch.setattr(sharded_run, "_full_adapter_parameters", lambda *_: ())
     with pytest.raises(AssertionError, match=r"lora_A|lora_B"):
         proven(threads, planned(models.llama(2), LORA + SPLIT, "tp=2", "model"), BATCHES[:2])
 
@@ -174,12 +174,12 @@ def test_an_adapter_that_is_not_what_it_says_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle computes with the same module: the untouched model with merged weights tells."""
-    plain = adapted.Adapted.with_adapter
+    plain = low_rank_adapters.AdaptedProjection.add_adapter
 
     def twice(self: Any, x: Tensor, *rest: Any) -> Tensor:
         return plain(self, x * 1.01, *rest)
 
-    monkeypatch.setattr(adapted.Adapted, "with_adapter", twice)
+    monkeypatch.setattr(low_rank_adapters.AdaptedProjection, "add_adapter", twice)
     with pytest.raises(AssertionError, match=KIND):
         proven(threads, planned(models.llama(2), LORA, "", "model"), BATCHES[:2])
 
@@ -211,7 +211,7 @@ def test_what_is_trained() -> None:
     """Adapters alone, what `keep` names beside them, and nothing that was frozen above."""
 
     def names(rows: str, relax: str = "model") -> set[str]:
-        unique = planned(models.llama(2), rows, "", relax).model.unique
+        unique = planned(models.llama(2), rows, "", relax).model.unique_parameters
         return {name for name, fact in unique.items() if fact.requires_grad}
 
     up = {f"model.layers.{k}.mlp.up_proj.lora_{m}" for k in range(2) for m in "AB"}
@@ -452,15 +452,15 @@ def alone(plan: Plan, folder: str, model: nn.Module) -> tuple[list[tuple[str, in
     program.train_step(BATCHES[0])
     seen: list[tuple[str, int]] = []
 
-    class Noting(shards.Coming):
-        def part(self, name: str, *given: Any) -> Tensor:
-            found = super().part(name, *given)
-            here = self.kept[self.writer].values()
+    class Noting(weight_export.GatheredTensors):
+        def gather_box(self, name: str, *given: Any) -> Tensor:
+            found = super().gather_box(name, *given)
+            here = self.cached[self.writer].values()
             seen.append((name, sum(one.nbytes for one in here if one is not None)))
             return found
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "Coming", Noting)
+        patched.setattr(weight_export, "GatheredTensors", Noting)
         program.export(folder, model, adapter=True)
     return seen, program.state_dict()
 

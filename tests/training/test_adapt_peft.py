@@ -50,7 +50,7 @@ NAMES = {
 def begun(make: Any, rows: str, mesh: str) -> Plan:
     """A plan in float64 whose B is not zero."""
     plan = planned(make().double(), rows, mesh, "model")
-    return replace(plan, model=plan.model.like(plan.model.base.model, True))
+    return replace(plan, model=plan.model.for_module(plan.model.base.model, True))
 
 
 def of_peft(plan: Plan, kind: str, targets: list[str]) -> Any:

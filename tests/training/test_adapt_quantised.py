@@ -21,15 +21,19 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case
 from schedlang.passes.simulate.account import account
-from schedlang.passes.verify.changed import KIND
-from schedlang.passes.verify.sides import prepared
+from schedlang.passes.verify.changed_model import KIND
+from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.runtime import batch as parts
-from schedlang.runtime.left import left_in
-from schedlang.runtime.offload import decoded
+from schedlang.runtime.declined_calls import declined_in
+from schedlang.runtime.offload import decoded_weights
 from schedlang.runtime.storage.codebook import NF4, Codebook
-from schedlang.runtime.storage.coded import Coded, all_coded, as_they_lie
 from schedlang.runtime.storage.footprint import Footprint
-from schedlang.runtime.storage.saved import outside
+from schedlang.runtime.storage.quantized_parameters import (
+    QuantizedParameter,
+    list_quantized,
+    stored_tensors,
+)
+from schedlang.runtime.storage.saved_tensors_slot import outer_pack
 from schedlang.runtime.transfer.transfer import transfer
 from tests import models
 from tests.engine import Threads
@@ -135,14 +139,14 @@ def test_what_is_on_the_grid_stays_there(kind: str, dtype: torch.dtype) -> None:
         drawn = torch.randn(rows, width, dtype=torch.float64).clamp(-5, 5)
         weight = (drawn * sizes[:rows, None]).to(dtype)
         book = Codebook(kind, block)
-        codes, scales = book.encoded(weight)
-        found = book.decoded(codes, scales, width)
+        codes, scales = book.encode(weight)
+        found = book.decode(codes, scales, width)
         assert (found.shape, found.dtype) == (weight.shape, dtype)
         assert codes.nbytes + scales.nbytes == book.bytes(rows, width, weight.itemsize)
         assert torch.isfinite(found).all()
-        again = book.encoded(found)
+        again = book.encode(found)
         assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
-        assert torch.equal(book.decoded(*again, width), found)
+        assert torch.equal(book.decode(*again, width), found)
 
 
 def test_every_bfloat16_scale_and_step() -> None:
@@ -151,9 +155,9 @@ def test_every_bfloat16_scale_and_step() -> None:
     steps = torch.arange(-127, 128)[None] / 127
     weight = (steps * scales.float()).to(torch.bfloat16)
     book = Codebook("int8", 255)
-    codes, found = book.encoded(weight)
+    codes, found = book.encode(weight)
     assert torch.equal(codes, torch.arange(-127, 128, dtype=torch.int8).expand(128, 255))
-    assert torch.equal(book.decoded(codes, found, 255), weight)
+    assert torch.equal(book.decode(codes, found, 255), weight)
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -161,7 +165,7 @@ def test_what_is_no_number_stays_none() -> None:
     weight = torch.ones(3, 8)
     weight[0, 1], weight[1, 1] = torch.nan, torch.inf
     for kind in ("int8", "int4", "nf4"):
-        found = Codebook(kind, 8).rounded(weight)
+        found = Codebook(kind, 8).round_rows(weight)
         assert not found[:2].isfinite().all(1).any() and found[2].isfinite().all()
 
 
@@ -222,13 +226,13 @@ def test_it_is_proven(threads: Threads, case: str) -> None:
 
 def test_codes_of_other_values_are_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is made by the same function: the untouched weights tell that it is wrong."""
-    plain = Codebook.encoded
+    plain = Codebook.encode
 
     def coarser(self: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
         few = Codebook("int4", self.block)
-        return plain(self, few.decoded(*plain(few, rows), rows.shape[1]))
+        return plain(self, few.decode(*plain(few, rows), rows.shape[1]))
 
-    monkeypatch.setattr(Codebook, "encoded", coarser)
+    monkeypatch.setattr(Codebook, "encode", coarser)
     with pytest.raises(AssertionError, match=KIND):
         proven(threads, planned(models.llama(2), lora("int8"), "", "model"), BATCHES[:2])
 
@@ -237,12 +241,12 @@ def test_a_rank_that_decodes_otherwise_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a module computes with is compared, and not what is stored."""
-    plain = Coded.value
+    plain = QuantizedParameter.value
 
     def coarser(self: Any, dtype: Any = None) -> Tensor:
         return plain(self, dtype) * (1.01 if dtype is not None else 1.0)
 
-    monkeypatch.setattr(Coded, "value", coarser)
+    monkeypatch.setattr(QuantizedParameter, "value", coarser)
     with pytest.raises(AssertionError):
         proven(threads, planned(models.llama(2), lora("int8"), "", "model"), BATCHES[:2])
 
@@ -258,8 +262,8 @@ def lying(plan: Plan) -> tuple[int, int, set[int], set[int]]:
     a = program.assembly
     weight = a.parameters[DOWN]
     assert weight.untyped_storage().nbytes() <= 8 and weight.isnan().all()
-    assert len(all_coded(a.parameters.values())) == 14
-    size = sum(one.nbytes for one in as_they_lie(a.parameters.values()))
+    assert len(list_quantized(a.parameters.values())) == 14
+    size = sum(one.nbytes for one in stored_tensors(a.parameters.values()))
     with Footprint("cpu") as footprint:
         out = a.module.train()(**BATCHES[0])
         gc.collect()
@@ -284,12 +288,14 @@ def test_codes_are_all_that_lies_there(
     for size, elements, between, seen in threads.run(lying, 2, plan):
         assert [one.parameters for one in told] == [size]
         coded = sum(
-            fact.numel // 2 for name, fact in plan.model.unique.items() if plan.model.coded(name)
+            fact.numel // 2
+            for name, fact in plan.model.unique_parameters.items()
+            if plan.model.coding_of(name)
         )
         rest = sum(
-            4 * math.prod(plan.held(name).local_shape(plan.mesh))
-            for name in plan.model.unique
-            if not plan.model.coded(name)
+            4 * math.prod(plan.effective_layout(name).local_shape(plan.mesh))
+            for name in plan.model.unique_parameters
+            if not plan.model.coding_of(name)
         )
         assert size == rest + coded * bits // 8 + coded // block * 4
         assert elements * (2 if "cast" in rows else 4) in seen
@@ -301,7 +307,7 @@ def test_what_lies_is_found_to_lie(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, cast: str, each: int
 ) -> None:
     """The test above can fail: a weight that autograd keeps is seen."""
-    monkeypatch.setattr(decoded, "_pack", lambda *_: outside())
+    monkeypatch.setattr(decoded_weights, "_pack", lambda *_: outer_pack())
     rows, relax = lora("int8", ", block=4") + cast + SPLIT, "model, dtype" if cast else "model"
     plan = planned(models.llama(2).float(), rows, "tp=2", relax)
     _, elements, between, _ = threads.run(lying, 2, plan)[0]
@@ -337,12 +343,17 @@ def test_values_travel_as_they_are(threads: Threads, tmp_path: Path, kind: str) 
     rows = lora(kind, ", block=4")
     plan = begun(f"{rows}{SPLIT}{ONE_F}", "pp=2, tp=2")
     other = begun(f"{rows}{SPLIT}zero(stage=3, over=dp)", "dp=2, tp=2")
-    model, cases = plan.model.base.model, [prepared(Case(one, BATCHES)) for one in (plan, other)]
+    model, cases = (
+        plan.model.base.model,
+        [prepare_case(Case(one, BATCHES)) for one in (plan, other)],
+    )
     for first, *others in threads.run(travelled, 4, *cases, str(tmp_path), model):
         assert set(model.state_dict()) < set(first)
         for state in others:
             assert not [name for name in first if not torch.equal(first[name], state[name])]
-        for name in (n for n, fact in plan.model.unique.items() if plan.model.coded(fact.name)):
+        for name in (
+            n for n, fact in plan.model.unique_parameters.items() if plan.model.coding_of(fact.name)
+        ):
             wanted = by_hand(model.get_parameter(name).detach(), kind, 4)
             assert torch.allclose(first[name], wanted, rtol=1e-7, atol=1e-9), name
     found: Any = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -392,7 +403,7 @@ def test_what_cannot_lie_in_codes(rows: str, mesh: str, words: str) -> None:
 
 def build_dry(plan: Plan) -> None:
     """All that is looked at before a program is built."""
-    prepare(plan, parts.split(BATCHES[0], plan.shares, plan.micro)[0][0].inputs)
+    prepare(plan, parts.split_batch(BATCHES[0], plan.shares, plan.micro)[0][0].inputs)
 
 
 def test_numbers_that_make_no_blocks() -> None:
@@ -409,6 +420,6 @@ def test_a_compiled_region_runs_eagerly_and_says_so() -> None:
         plan = planned(models.llama(2).float(), lora("int8", ", block=4") + rows, "", "model")
         program = build(plan, BATCHES[0], optimizer=adamw)
         losses.append([float(program.train_step(batch)) for batch in BATCHES])
-        said = [str(one) for one in left_in(program.assembly.module)]
+        said = [str(one) for one in declined_in(program.assembly.module)]
         assert bool(said) == bool(rows) and all("is quantised" in one for one in said)
     assert losses[0] == losses[1]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from schedlang import last_checkpoint
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
 from tests.layouts import (
     Odd,
@@ -43,7 +43,7 @@ def _schedule(program: Program) -> None:
 
 def _saving(rank: int, names: list[str], folder: str, odd: bool) -> dict[str, Any]:
     """Train two steps, save, train one more: what was saved, and what came after it."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         return {name: _saved(name, folder, odd) for name in names}
 
 
@@ -61,7 +61,7 @@ def _saved(name: str, folder: str, odd: bool) -> tuple[Any, Any]:
 def _loading(
     rank: int, names: list[str], folder: str, saved: list[str], odd: bool
 ) -> dict[tuple[str, str], Any]:
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         return {
             (source, name): seen
             for name in names
@@ -110,7 +110,7 @@ def _crossed(folder: Path, odd: bool, worlds: dict[int, list[str]]) -> None:
 
 @pytest.mark.deep
 def test_any_layout_loads_under_any_other(tmp_path: Path) -> None:
-    """Bitwise the same parameters, buffers and moments; the next step as if nothing was saved."""
+    """Parameters, buffers and moments are bitwise equal, and the next step is as if never saved."""
     _crossed(tmp_path, False, WORLDS)
 
 

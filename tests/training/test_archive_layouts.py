@@ -13,7 +13,7 @@ from torch import nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
 from tests import models, small_models
 from tests.engine import Threads
@@ -71,7 +71,7 @@ def program(plan: Plan) -> Program:
 
 def saving(plan: Plan, path: str) -> Any:
     """Two steps, saved, and one more: what was saved, and what came after it."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         one = program(plan)
         for seed in range(2):
             one.train_step(models.tokens(8, seed=seed))
@@ -84,7 +84,7 @@ def saving(plan: Plan, path: str) -> Any:
 def loading(plan: Plan, paths: dict[str, str]) -> Any:
     """From other values: what each file gives, and what comes after a step."""
     found = {}
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         one = program(plan)
         one.train_step(models.tokens(8, seed=9))
         for name, path in paths.items():

@@ -12,7 +12,7 @@ import pytest
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing import archive, background, steps
+from schedlang.runtime.checkpointing import archive, background, checkpoint_folders
 from schedlang.runtime.comm import world
 from schedlang.runtime.launch.pool import RankDied
 from tests.layouts import batch_of, equal, program_under, seen
@@ -25,15 +25,15 @@ class Held:
     """A save whose writing waits until it is let go."""
 
     def __init__(self) -> None:
-        self.go, self.write = threading.Event(), archive.write
+        self.go, self.write = threading.Event(), archive.write_file
 
     def __enter__(self) -> Held:
-        archive.write = self._write  # type: ignore[assignment]
+        archive.write_file = self._write  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.go.set()
-        archive.write = self.write
+        archive.write_file = self.write
 
     def _write(self, *args: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread()
@@ -56,7 +56,7 @@ def _saving(rank: int, layout: str, folder: str) -> Any:
             program.train_step(batch(6))
             program.saved()
         found.append(before)
-        assert archive.beside(f"{folder}/{at}", rank) == {"at": at, "rank": rank}
+        assert archive.read_beside(f"{folder}/{at}", rank) == {"at": at, "rank": rank}
     return found
 
 
@@ -84,14 +84,14 @@ def _failing(rank: int, folder: str) -> Any:
     program.train_step(batch(0))
     program.save(folder, wait=False)
     program.saved()
-    write, told = archive.write, []
+    write, told = archive.write_file, []
 
     def full(*args: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    archive.write = full  # type: ignore[assignment]
+    archive.write_file = full  # type: ignore[assignment]
     try:
         for ask in (program.saved, lambda: program.save(folder), lambda: program.load(folder)):
             program.train_step(batch(1))
@@ -104,7 +104,7 @@ def _failing(rank: int, folder: str) -> Any:
                 told.append(f"{refusal.diagnostic.code}: {refusal.diagnostic.notes[0]}")
             program.saved()  # it is told once
     finally:
-        archive.write = write
+        archive.write_file = write
     program.save(folder, wait=False)
     program.saved()
     return told, sorted(path.name for path in Path(folder).glob("[!.]*"))
@@ -123,20 +123,20 @@ def _two(rank: int, folder: str) -> Any:
     """A second save waits for the first: never two threads at a time."""
     program, batch = program_under("dp2z1", True), batch_of(True)
     at_work: list[int] = []
-    write = background.Background._write
+    write = background.BackgroundSave._write
 
     def counted(self: Any, *args: Any) -> None:
         at_work.append(sum(one.name == "schedlang: saves" for one in threading.enumerate()))
         write(self, *args)
 
-    background.Background._write = counted  # type: ignore[method-assign]
+    background.BackgroundSave._write = counted  # type: ignore[method-assign]
     try:
         for at in range(4):
             program.train_step(batch(at))
             program.save(folder, keep=2, wait=False)
         program.saved()
     finally:
-        background.Background._write = write  # type: ignore[method-assign]
+        background.BackgroundSave._write = write  # type: ignore[method-assign]
     return at_work, sorted(path.name for path in Path(folder).glob("step-*"))
 
 
@@ -154,7 +154,7 @@ def _dying(rank: int, folder: str, where: str) -> None:
     program.save(folder, wait=False)
     program.saved()
     if rank == 0:
-        room = steps if hasattr(steps, where) else archive
+        room = checkpoint_folders if hasattr(checkpoint_folders, where) else archive
         setattr(room, where, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     program.train_step(batch(1))
     program.save(folder, wait=False)
@@ -179,13 +179,13 @@ def test_facts_of_a_thread_apart_meet_those_of_no_other() -> None:
 
 
 def _apart(rank: int) -> Any:
-    here = world.here()
-    with world.apart(here, "test"):
-        _ = here.control
+    here = world.current_world()
+    with world.enter_thread_groups(here, "test"):
+        _ = here.control_group
     beside: list[Any] = []
 
     def talk() -> None:
-        with world.apart(here, "test"):
+        with world.enter_thread_groups(here, "test"):
             for _ in range(40):
                 beside.append(world.all_gather_object(f"a{rank}"))
 
@@ -204,7 +204,7 @@ def test_what_is_kept_beside_is_plain(tmp_path: Path) -> None:
     assert caught.value.diagnostic.code == "S637" and "`bad`" in caught.value.diagnostic.title
     assert not (tmp_path / "a").exists()
     program.save(tmp_path / "a")
-    assert archive.beside(tmp_path / "a") is None
+    assert archive.read_beside(tmp_path / "a") is None
     with pytest.raises(Refusal) as caught:
-        archive.beside(tmp_path / "none")
+        archive.read_beside(tmp_path / "none")
     assert caught.value.diagnostic.code == "S633"

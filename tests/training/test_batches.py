@@ -14,7 +14,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.original import Sequential
-from schedlang.runtime.batch import named_tensors, rows_of, split
+from schedlang.runtime.batch import named_tensors, row_count, split_batch
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
 from tests.engine import Threads
@@ -49,8 +49,8 @@ def test_tensors_inside_are_named_and_cut() -> None:
     """A tensor in a dict or list of the batch is cut by rows like one of the batch itself."""
     batch = _nested(5)
     assert list(named_tensors(batch)) == ["given.x", "given.labels.0", "unread"]
-    assert rows_of({"given": batch["given"]}) == 5
-    parts = [part for share in split(batch, 2, 2) for part in share]
+    assert row_count({"given": batch["given"]}) == 5
+    parts = [part for share in split_batch(batch, 2, 2) for part in share]
     assert [len(part.rows) for part in parts] == [2, 1, 1, 1]
     for part in parts:
         (labels,) = part.inputs["given"]["labels"]
@@ -132,7 +132,7 @@ def test_buffers_are_put_back() -> None:
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
     subject = Sequential(Averaging("weight"))
     with pytest.raises(Refusal):
-        check_buffers(subject, batch, split(batch, 1, 2))
+        check_buffers(subject, batch, split_batch(batch, 1, 2))
     assert not subject.module.mean.any()
 
 
@@ -275,9 +275,9 @@ def test_graphs_of_a_library() -> None:
     edges = torch.tensor([[0, 1], [1, 2]])
     graphs = [data.Data(x=torch.ones(3 + k, 4), edge_index=edges) for k in range(4)]
     with pytest.raises(Refusal, match=r"S605.*`data` is made of `Data") as caught:
-        rows_of({"data": graphs})
+        row_count({"data": graphs})
     assert "Batch.from_data_list" in caught.value.render()
     beside = {"data": graphs, "y": torch.ones(4)}
-    assert len(split(beside, 1, 1)[0]) == 1  # whole it may be
+    assert len(split_batch(beside, 1, 1)[0]) == 1  # whole it may be
     with pytest.raises(Refusal, match=r"S670.*`data` is made of `Data"):
-        split(beside, 2, 1)
+        split_batch(beside, 2, 1)

@@ -14,8 +14,8 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.grad_reduction import gradient
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.pipeline import overlapped_sums
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.pipeline import overlapped_reduction
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, sequential, trained
 from tests.ranks import run_ranks
@@ -86,7 +86,7 @@ def begun(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]]:
     torch.set_num_threads(1)
     made: list[int] = [0]
     found: list[list[tuple[int, int]]] = []
-    real = overlapped_sums.begin_one
+    real = overlapped_reduction.begin_bucket
 
     def begin_one(group: Any, members: Any) -> Any:
         parts = getattr(members, "parameters", members)
@@ -96,18 +96,18 @@ def begun(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]]:
     def added(_: Any) -> None:
         made[0] += 1
 
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, batch())
         for parameter in program.assembly.parameters.values():
             parameter.register_post_accumulate_grad_hook(added)
-        overlapped_sums.begin_one = begin_one  # type: ignore[assignment]
+        overlapped_reduction.begin_bucket = begin_one  # type: ignore[assignment]
         try:
             for seed in range(steps):
                 found.append([])
                 made[0] = 0
                 program.train_step(batch(seed))
         finally:
-            overlapped_sums.begin_one = real
+            overlapped_reduction.begin_bucket = real
     return found
 
 
@@ -135,10 +135,10 @@ def test_a_gradient_that_changes_later_is_no_silent_mistake() -> None:
     """What is added to a gradient whose sum has begun ends the step with an error."""
     weight = nn.Parameter(torch.ones(3))
     group = gradient.Group(("dp",), (0, 1), 0)
-    sums = [gradient.Sum(group, ("w",), "replicas")]
-    one = overlapped_sums.EarlySums({"w": weight}, sums, {"w": frozenset([0])})
+    sums = [gradient.GradientReduction(group, ("w",), "replicas")]
+    one = overlapped_reduction.OverlappedReduction({"w": weight}, sums, {"w": frozenset([0])})
     for step in range(2):
-        one.before(0, True)
+        one.prepare(0, True)
         (weight * 2).sum().backward()
         if step:
             assert weight.grad is not None

@@ -18,9 +18,9 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.simulate.traffic import collectives
+from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.report import Report
-from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.comm.collectives import listen_to_collectives
 from tests import models
 from tests.docs.test_docs import ROOT, blocks
 from tests.engine import Threads
@@ -250,7 +250,7 @@ def _heard(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
         plain(to, key, tensors, header=header)
 
     mail.send = send
-    with listening(lambda kind, group, size: found.update([(kind, size)])):
+    with listen_to_collectives(lambda kind, group, size: found.update([(kind, size)])):
         program.train_step(batch)
     return found, sent
 
@@ -282,7 +282,7 @@ def _told(plan: Plan, batch: Any, micro: int = 1) -> Counter[Any]:
     """What a plan says is sent, but for the loss."""
     sample = {name: value[: len(value) // micro] for name, value in batch.items()}
     made = prepare(plan, sample)
-    found = collectives(plan, made, sample)
+    found = list_collectives(plan, made, sample)
     counts: Counter[Any] = Counter()
     for one in found:
         if one.what != "loss and gradient norm":

@@ -18,7 +18,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.working_dtype import check_cast
-from schedlang.runtime.mixed_precision import Auto, Region
+from schedlang.runtime.mixed_precision import AutocastLayer, CastRegion
 from tests.engine import Threads
 from tests.proofs import planned
 from tests.training.test_cast import in_both
@@ -72,7 +72,7 @@ def _dtypes(call: Call, device: str) -> list[torch.dtype] | str:
     with torch.device(device):
         linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
         try:
-            made = Auto(torch.bfloat16, Region(), inner=False)(call, linear, x)
+            made = AutocastLayer(torch.bfloat16, CastRegion(), inner=False)(call, linear, x)
         except RuntimeError:
             return "raises"
     return [leaf.dtype for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from schedlang.runtime.checkpointing import boxes
 from schedlang.runtime.checkpointing.index import (
-    BEFORE,
-    BY_NAME,
-    NAME,
+    CHECKSUM_NAME,
+    CHECKSUMS,
+    OLD_CHECKSUM_NAME,
     ROWS,
     WORDS,
     Checksum,
@@ -153,26 +153,26 @@ def test_zeros_that_are_cut_off(size: int) -> None:
 def test_folders_of_users() -> None:
     """What is stored there, today and before: the same in every version."""
     few, many = random.Random(0).randbytes(5000), random.Random(0).randbytes(3 << 20)
-    assert [BY_NAME[BEFORE](data) for data in (few, many)] == [0x19E0FE18, 0xA4E47DCE]
-    assert [BY_NAME[NAME](data) for data in (few, many)] == [FEW, MANY]
+    assert [CHECKSUMS[OLD_CHECKSUM_NAME](data) for data in (few, many)] == [0x19E0FE18, 0xA4E47DCE]
+    assert [CHECKSUMS[CHECKSUM_NAME](data) for data in (few, many)] == [FEW, MANY]
 
 
 FEW, MANY = 0xFFDC6841, 0xC466D313
 
 
-def _boxes(numels: list[int]) -> list[boxes.Boxed]:
+def _boxes(numels: list[int]) -> list[boxes.BoxedTensor]:
     made = torch.Generator().manual_seed(0)
     drawn = (torch.randn(n, generator=made) for n in numels)
-    return [boxes.held_whole((f"{k}",), values) for k, values in enumerate(drawn)]
+    return [boxes.replicated_tensor((f"{k}",), values) for k, values in enumerate(drawn)]
 
 
 SOME = [7, 1 << 19, 130, (1 << 18) + 1, 1 << 18, 1 << 17, 1 << 15, 3, 1]
 
 
-def _written(folder: Path, numels: list[int]) -> tuple[list[boxes.Boxed], list[Any], bytes]:
+def _written(folder: Path, numels: list[int]) -> tuple[list[boxes.BoxedTensor], list[Any], bytes]:
     """Boxes in a folder, their places in the file, and the file."""
     tensors = _boxes(numels)
-    boxes.indexed(folder, ID, [boxes.write(folder, ID, 0, tensors, {("a",): {"b": 1}})])
+    boxes.write_index(folder, ID, [boxes.write_file(folder, ID, 0, tensors, {("a",): {"b": 1}})])
     index = read_index(folder)
     places = [box.place for entry in index.tensors.values() for box in entry.boxes]
     return tensors, [*places, *index.values.values()], (folder / "__0_0.distcp").read_bytes()
@@ -189,15 +189,15 @@ def test_boxes_small_and_large(tmp_path: Path) -> None:
         assert place.check == checksum(data[place.at : place.at + place.length])
         ends.append(place.at + place.length)
     index = read_index(tmp_path)
-    assert ends[-1] == len(data) == index.lengths["__0_0.distcp"] and index.sums == NAME
-    boxes.read(tmp_path, index, tensors)
+    assert ends[-1] == len(data) == index.lengths["__0_0.distcp"] and index.sums == CHECKSUM_NAME
+    boxes.read_parts(tmp_path, index, tensors)
     drawn = random.Random(0)
     for place in places[: len(SOME)] * 2:
         damaged = bytearray(data)
         damaged[place.at + drawn.randrange(place.length)] ^= 1 << drawn.randrange(8)
         (tmp_path / "__0_0.distcp").write_bytes(damaged)
         with pytest.raises(Unreadable, match="checksum"):
-            boxes.read(tmp_path, index, tensors)
+            boxes.read_parts(tmp_path, index, tensors)
 
 
 def test_a_folder_of_before(tmp_path: Path) -> None:
@@ -206,35 +206,35 @@ def test_a_folder_of_before(tmp_path: Path) -> None:
     found = index_of(tmp_path)
     rows = [box[2] for entry in found["tensors"].values() for box in entry["boxes"]]
     for row in (*rows, *found["values"].values()):
-        row[3] = BY_NAME[BEFORE](data[row[1] : row[1] + row[2]])
+        row[3] = CHECKSUMS[OLD_CHECKSUM_NAME](data[row[1] : row[1] + row[2]])
     write_index(tmp_path, found, 2)
     index = read_index(tmp_path)
-    assert index.sums == BEFORE
+    assert index.sums == OLD_CHECKSUM_NAME
     kept = [tensor.local.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.local.zero_()
-    boxes.read(tmp_path, index, tensors)
+    boxes.read_parts(tmp_path, index, tensors)
     assert all(torch.equal(tensor.local, one) for tensor, one in zip(tensors, kept))
     assert boxes.read_value(tmp_path, index, ("a",)) == {"b": 1}
     damaged = bytearray(data)
     damaged[rows[1][1] + 5000] ^= 1
     (tmp_path / "__0_0.distcp").write_bytes(damaged)
     with pytest.raises(Unreadable, match="checksum"):
-        boxes.read(tmp_path, index, tensors)
+        boxes.read_parts(tmp_path, index, tensors)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (b'"crc32 of all bytes"', "`crc32 of all bytes`, which this schedlang does not know"),
-        (f'"{BEFORE}"'.encode(), "its checksum does not match"),
+        (f'"{OLD_CHECKSUM_NAME}"'.encode(), "its checksum does not match"),
     ],
 )
 def test_checksums_of_another_name(tmp_path: Path, change: bytes, told: str) -> None:
     """Unknown ones are refused, and the index is sure of the name that it gives."""
     _written(tmp_path, [7])
     path = tmp_path / "schedlang.json"
-    path.write_bytes(path.read_bytes().replace(f'"{NAME}"'.encode(), change))
+    path.write_bytes(path.read_bytes().replace(f'"{CHECKSUM_NAME}"'.encode(), change))
     with pytest.raises(Unreadable, match=told):
         read_index(tmp_path)
 
@@ -261,4 +261,4 @@ def test_a_disk_that_is_full(
 
     monkeypatch.setattr(boxes._Writer, "_write_out", counted)
     with pytest.raises(OSError, match="No space"):
-        boxes.write(tmp_path, ID, 0, _boxes(numels), {("a",): {"b": 1}})
+        boxes.write_file(tmp_path, ID, 0, _boxes(numels), {("a",): {"b": 1}})

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from schedlang.ir.annotations import Codec
 from schedlang.runtime.grad_reduction.compressed import (
-    decoded,
-    encoded,
+    decode,
+    encode,
     from_bits,
     from_int8,
-    orthogonal,
+    orthogonalize,
     to_bits,
     to_int8,
 )
@@ -46,7 +46,7 @@ def test_one_bit_keeps_the_means() -> None:
 def test_columns_are_orthonormal_or_zero() -> None:
     """A column that others span is left out, instead of what rounding left of it."""
     a, b = torch.randn(2, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    p = orthogonal(torch.stack([a, 2 * a + 1e-13 * b, b], 1))
+    p = orthogonalize(torch.stack([a, 2 * a + 1e-13 * b, b], 1))
     assert torch.allclose(p.T @ p, torch.diag(torch.tensor([1.0, 0.0, 1.0]).double()), atol=1e-12)
 
 
@@ -67,7 +67,7 @@ def test_both_codes_contract(flat: Tensor, step: int) -> None:
     block = 16
     for kind in ("onebit", "int8"):
         codec = Codec(kind, block=block)
-        read = decoded(codec, encoded(codec, flat, "w", step, 0), flat.numel())
+        read = decode(codec, encode(codec, flat, "w", step, 0), flat.numel())
         left, whole = float((flat - read).square().sum()), float(flat.square().sum())
         if kind == "onebit":
             assert left <= (1 - 1 / block) * whole * (1 + 1e-6) + 1e-300

@@ -12,8 +12,8 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.simulate.traffic import collectives
-from schedlang.runtime.comm.collectives import listening
+from schedlang.passes.simulate.traffic import list_collectives
+from schedlang.runtime.comm.collectives import listen_to_collectives
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
@@ -135,7 +135,7 @@ def _heard(plan: Plan) -> list[tuple[str, int]]:
     """What a rank sends of gradients in a step."""
     program = build(plan, points(0), optimizer=sgd)
     found: list[tuple[str, int]] = []
-    with listening(lambda kind, group, size: found.append((kind, size))):
+    with listen_to_collectives(lambda kind, group, size: found.append((kind, size))):
         program.train_step(points(0))
     return found
 
@@ -145,7 +145,7 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
     """What is sent is what the plan says, the fraction of whole gradients that a paper states."""
     plan = plan_of(HOW[how], "dp=2")
     made = prepare(plan, points(0, 4))
-    told = collectives(plan, made, points(0, 4))
+    told = list_collectives(plan, made, points(0, 4))
     wanted = sorted((one.kind, one.bytes) for one in told if one.what != "loss and gradient norm")
     assert sorted(threads.run(_heard, 2, plan)[0]) == wanted
     by_word = {one.what: one.bytes for one in told}

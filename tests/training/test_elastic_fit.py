@@ -14,7 +14,7 @@ import schedlang
 from examples.custom.model import Watcher, batch, loss
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.elastic import Fit, Meeting
+from schedlang.elastic import Rendezvous, SettingSearch
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
@@ -41,12 +41,12 @@ step "adapters" relax(model) {
 """
 
 
-def fit(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> Fit:
+def fit(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> SettingSearch:
     """A search by one rank of so many, before it has met the others."""
     given = Schedule(Watcher(), parse(Source("my.sched", text)), Settings(knobs))
-    meeting = Meeting()
+    meeting = Rendezvous()
     meeting.ranks = ranks
-    return Fit(given, names, meeting, batch(0), loss)
+    return SettingSearch(given, names, meeting, batch(0), loss)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -59,7 +59,7 @@ def test_settings_make_a_mesh_of_all_ranks(ranks: int) -> None:
         (("micro", micro), ("tp", tp)) for tp in sizes for micro in (1, 3)
     }
     for one in menu:
-        plan = fit(SPLIT, ranks).under(one).plan()
+        plan = fit(SPLIT, ranks).schedule_with(one).plan()
         assert plan.mesh.world == ranks and dict(plan.decisions)["rank"] == 4
 
 
@@ -74,26 +74,26 @@ def test_what_is_trained_stays() -> None:
     ]
     found = fit(SPLIT, 2, rank=8)
     menu, _ = found._candidates()
-    assert all(dict(found.under(one).plan().decisions)["rank"] == 8 for one in menu)
+    assert all(dict(found.schedule_with(one).plan().decisions)["rank"] == 8 for one in menu)
 
 
 def test_the_quickest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the planner ranks all of them; where none fits into memory that is said of each."""
-    from schedlang.passes.autoshard.tune import ranked
+    from schedlang.passes.autoshard.knob_tuning import rank_fitting
     from schedlang.runtime import device
 
     one = fit(SPLIT, 1)
     assert one.best() == {"tp": 1, "micro": 1}
     seen: list[Any] = []
-    priced = Fit._price
+    priced = SettingSearch._price
 
-    def keeps(self: Fit, *given: Any) -> Any:
+    def keeps(self: SettingSearch, *given: Any) -> Any:
         seen.extend(priced(self, *given))
         return seen
 
-    monkeypatch.setattr(Fit, "_price", keeps)
+    monkeypatch.setattr(SettingSearch, "_price", keeps)
     best = fit(SPLIT, 1).best()
-    assert len(seen) == 2 and best == dict(ranked(seen, 1 << 60)[0].given)
+    assert len(seen) == 2 and best == dict(rank_fitting(seen, 1 << 60)[0].knobs)
     seen.clear()
     monkeypatch.setattr(device, "total_bytes", lambda _: 1000)
     with pytest.raises(Refusal, match="no setting of the knobs gives a mesh of 1 rank") as caught:

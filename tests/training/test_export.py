@@ -16,7 +16,7 @@ from schedlang import create_schedule
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
-from schedlang.runtime import shards
+from schedlang.runtime import weight_export
 from tests import models, small_models
 from tests.engine import Threads
 from tests.layouts import Odd, points, program_of
@@ -70,18 +70,18 @@ def in_shards(plan: Plan, path: str, model: nn.Module, most: int) -> tuple[int, 
     """Export in several files; the most bytes of whole tensors that came here, and the state."""
     program = build(plan, models.tokens(8), optimizer=sgd)
     program.train_step(models.tokens(8))
-    held, largest = shards.Coming.part, 0
+    held, largest = weight_export.GatheredTensors.gather_box, 0
 
-    def counted(self: shards.Coming, *given: Any) -> Tensor:
+    def counted(self: weight_export.GatheredTensors, *given: Any) -> Tensor:
         nonlocal largest
         found = held(self, *given)
-        here = self.kept[self.writer].values()
+        here = self.cached[self.writer].values()
         largest = max(largest, sum(one.nbytes for one in here if one is not None))
         return found
 
-    program_shards = type("Counting", (shards.Coming,), {"part": counted})
+    program_shards = type("Counting", (weight_export.GatheredTensors,), {"part": counted})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "Coming", program_shards)
+        patched.setattr(weight_export, "GatheredTensors", program_shards)
         program.export(path, model, shard=most)
     return largest, program.state_dict()
 

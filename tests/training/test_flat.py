@@ -12,7 +12,12 @@ from torch import nn
 
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.grad_reduction import gradient
-from schedlang.runtime.grad_reduction.gradient import Flat, LocalParameters, Sum, sum_gradients
+from schedlang.runtime.grad_reduction.gradient import (
+    FlatGradients,
+    GradientReduction,
+    LocalParameters,
+    sum_gradients,
+)
 from schedlang.runtime.launch.pool import Pool
 from schedlang.testing.accelerator import unavailable
 from tests.benchmarks import steps
@@ -28,38 +33,41 @@ def parameters(*names: str) -> LocalParameters:
 def test_who_gets_no_gradient_has_none() -> None:
     """Zeros to add to are no gradient; a gradient of zeros is one."""
     held = parameters("used", "zero", "unused")
-    one = Flat(list(held.values()))
+    one = FlatGradients(list(held.values()))
     for _ in range(2):
-        one.begin()
+        one.zero()
         (3 * held["used"] + 0 * held["zero"]).sum().backward()
-        one.settle()
+        one.drop_unwritten()
         assert held["used"].grad is not None and held["used"].grad.tolist() == [3, 3]
         assert held["zero"].grad is not None and held["zero"].grad.tolist() == [0, 0]
         assert held["unused"].grad is None
-        assert one.start().tolist() == [3, 3, 0, 0, 0, 0, 1, 1, 0]
+        assert one.collect().tolist() == [3, 3, 0, 0, 0, 0, 1, 1, 0]
 
 
 def test_gradients_lie_where_they_lay() -> None:
     """A step makes no memory for gradients, and takes over what others put in their place."""
     held = parameters("a", "b")
-    one = Flat(list(held.values()))
-    one.begin()
-    before = one.start().data_ptr()
-    one.begin()
+    one = FlatGradients(list(held.values()))
+    one.zero()
+    before = one.collect().data_ptr()
+    one.zero()
     (held["a"] + held["b"]).sum().backward()
     held["b"].grad = torch.tensor([5.0, 6.0])
-    assert one.start().tolist() == [1, 1, 5, 6, 1, 1] and one.start().data_ptr() == before
-    assert one.in_place()
+    assert one.collect().tolist() == [1, 1, 5, 6, 1, 1] and one.collect().data_ptr() == before
+    assert one.is_in_place()
 
 
 def test_one_tensor_for_each_sum_of_replicas() -> None:
     """What is summed over others as well is put together for that; the rest of its sum is not."""
     held = parameters("a", "b", "c")
     group = Group(("dp",), (0, 1), 0)
-    sums = [Sum(group, ("b",), "tied"), Sum(group, ("a", "b", "c"), "replicas")]
+    sums = [
+        GradientReduction(group, ("b",), "tied"),
+        GradientReduction(group, ("a", "b", "c"), "replicas"),
+    ]
     held.flatten(sums)
     (one,) = held.buckets(("a", "b", "c"), None)
-    assert isinstance(one, Flat) and one.parameters == list(held.values())
+    assert isinstance(one, FlatGradients) and one.parameters == list(held.values())
     assert held.buckets(("b",), None) == [[held["b"]]]
 
 
@@ -74,9 +82,12 @@ def test_ranks_of_one_sum_have_the_same_buckets(
     for own in (("x", *tied), (*tied, "y", "z"), ("x", "y", *tied, "z")):
         held = parameters(*own)
         group = Group(("pp",), (0, 1), 0)
-        held.flatten([Sum(group, tied, "tied"), Sum(group, own, "replicas")])
+        held.flatten(
+            [GradientReduction(group, tied, "tied"), GradientReduction(group, own, "replicas")]
+        )
         found = [
-            one.parameters if isinstance(one, Flat) else one for one in held.buckets(tied, None)
+            one.parameters if isinstance(one, FlatGradients) else one
+            for one in held.buckets(tied, None)
         ]
         sent.append([[name for name in own if any(held[name] is p for p in b)] for b in found])
     assert sent[0] == sent[1] == sent[2]
@@ -86,7 +97,7 @@ def _summed(rank: int) -> list[list[float] | None]:
     """Two steps of parameters that both ranks, the first, the second, and no rank use."""
     held = parameters("both", "first", "second", "none")
     group = Group(("dp",), (0, 1), rank, dist.group.WORLD)
-    sums = [Sum(group, tuple(held), "replicas")]
+    sums = [GradientReduction(group, tuple(held), "replicas")]
     held.flatten(sums)
     for _ in range(2):
         held.zero()

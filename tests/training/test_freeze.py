@@ -7,8 +7,8 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.changed import KIND
-from schedlang.runtime import changed
+from schedlang.passes.verify.changed_model import KIND
+from schedlang.runtime import parameter_changes
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, planned, proven
@@ -66,7 +66,7 @@ def test_the_rest_trains_as_the_original_does(threads: Threads, rows: str, mesh:
 def test_frozen_stages_send_nothing_back() -> None:
     """Where nothing before a cut is trained no gradient crosses it, and none is summed."""
     from schedlang.passes.analyze.prepare import prepare
-    from schedlang.passes.simulate.traffic import collectives
+    from schedlang.passes.simulate.traffic import list_collectives
 
     batch, split = models.tokens(rows=4, seed=0), f"transformer.h {ONE_F}"
     front = "lm_head, transformer.wpe, transformer.h[:2] freeze()\n"
@@ -74,7 +74,7 @@ def test_frozen_stages_send_nothing_back() -> None:
     for rows in (split, front + split):
         plan = planned(models.gpt2(4), rows, "pp=2", "updates")
         made = prepare(plan, batch)
-        found = collectives(plan, made, batch)
+        found = list_collectives(plan, made, batch)
         sent[rows] = sum(one.count for one in found if one.phase == "backward")
     assert sent[split] > 0 and sent[front + split] == 0
 
@@ -84,7 +84,7 @@ def test_nothing_is_kept_for_what_is_frozen() -> None:
     plan = planned(models.gpt2(2), "transformer.h.* freeze()", relax="updates")
     program = build(plan, BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[0])
-    trained = {name for name, f in plan.model.unique.items() if f.requires_grad}
+    trained = {name for name, f in plan.model.unique_parameters.items() if f.requires_grad}
     assert set(program.optimizer_state()) == set(program.gradients()) == trained
     assert all(p.requires_grad for p in plan.model.base.model.parameters())
 
@@ -93,15 +93,15 @@ def test_a_change_that_is_not_what_it_says_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy whose frozen modules hold back the gradients of others differs from the untouched."""
-    plain = changed.Freeze.__call__
+    plain = parameter_changes.Freeze.__call__
 
-    def stopping(self: changed.Freeze, module: torch.nn.Module) -> torch.nn.Module:
+    def stopping(self: parameter_changes.Freeze, module: torch.nn.Module) -> torch.nn.Module:
         twin = plain(self, module)
         block = twin.get_submodule("transformer.h.1.mlp")
         block.register_forward_hook(lambda module, inputs, output: output.detach())
         return twin
 
-    monkeypatch.setattr(changed.Freeze, "__call__", stopping)
+    monkeypatch.setattr(parameter_changes.Freeze, "__call__", stopping)
     plan = planned(models.gpt2(2), "transformer.h.1.mlp freeze()", relax="updates")
     with pytest.raises(AssertionError, match=KIND):
         proven(threads, plan, BATCHES)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from schedlang.runtime.comm.world import _SHORT, all_gather_object, packed
+from schedlang.runtime.comm.world import _SHORT, all_gather_object, pickle_value
 from schedlang.runtime.launch.pool import Pool
 
-EDGE = 2 * _SHORT - len(packed(bytes(_SHORT)))  # so many bytes are just short when pickled
+EDGE = 2 * _SHORT - len(pickle_value(bytes(_SHORT)))  # so many bytes are just short when pickled
 
 
 def _told(sizes: list[int]) -> list[list[Any]]:

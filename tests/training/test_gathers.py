@@ -12,13 +12,13 @@ import torch
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
-from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline.proof import check
+from schedlang.pipeline.schedules import make_order
+from schedlang.pipeline.timeline.proof import check_timeline
 from schedlang.pipeline.timeline.proof import with_transfers as transferred
 from schedlang.pipeline.timeline.sharded_weights import with_gathers
-from schedlang.pipeline.timeline.table import Kind, Timeline, TimelineError, halved
+from schedlang.pipeline.timeline.table import Kind, Timeline, TimelineError, split_backwards
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.engine import Threads
 from tests.models import tokens
@@ -51,9 +51,9 @@ def _plan(
 @pytest.mark.parametrize("moved", [False, True], ids=["alone", "with transfers"])
 def test_breadth_first_gathers_once_a_run(moved: bool) -> None:
     """BFS: per stage one UNSHARD for all forwards, one for all backwards, one REDUCE; proven."""
-    plain = order("BFS", 2, 4, 2)
+    plain = make_order("BFS", 2, 4, 2)
     t = with_gathers(transferred(plain) if moved else plain)
-    check(t)
+    check_timeline(t)
     for stage in range(4):
         kinds = Counter(Kind(k).name for k in t.kind[(t.stage == stage)].tolist())
         assert (kinds["UNSHARD"], kinds["RESHARD"], kinds["REDUCE"]) == (2, 2, 1)
@@ -65,7 +65,7 @@ def test_breadth_first_gathers_once_a_run(moved: bool) -> None:
 
 def test_one_stage_at_a_time() -> None:
     """No rank ever holds two stages gathered."""
-    t = with_gathers(order("BFS", 2, 4, 3))
+    t = with_gathers(make_order("BFS", 2, 4, 3))
     for rank in range(2):
         held: set[int] = set()
         for op in t.rows(rank):
@@ -79,26 +79,26 @@ def test_one_stage_at_a_time() -> None:
 
 def test_a_missing_gather_is_found() -> None:
     """Without its last UNSHARD a stage's rows are refused, and with a REDUCE that is too early."""
-    t = with_gathers(order("BFS", 2, 4, 2))
+    t = with_gathers(make_order("BFS", 2, 4, 2))
     rows = np.arange(len(t)) != np.flatnonzero(t.kind == Kind.UNSHARD)[-1]
     with pytest.raises(TimelineError, match="waits for an UNSHARD"):
-        check(t.pick(rows))
+        check_timeline(t.pick(rows))
     rows = np.arange(len(t))
     (done,) = np.flatnonzero((t.kind == Kind.REDUCE) & (t.stage == 0))
     rows[[done - 1, done]] = rows[[done, done - 1]]
     with pytest.raises(TimelineError, match="has no REDUCE after it"):
-        check(t.pick(rows))
+        check_timeline(t.pick(rows))
 
 
 @pytest.mark.parametrize(
     "plain",
     [
-        order("1F1B", 4, 8),
-        order("GPipe", 4, 8),
-        order("Interleaved1F1B", 2, 4, 2),
-        order("BFS", 2, 1, 2),
-        order("ZB-V", 2, 8),
-        halved(order("BFS", 2, 4, 2)),
+        make_order("1F1B", 4, 8),
+        make_order("GPipe", 4, 8),
+        make_order("Interleaved1F1B", 2, 4, 2),
+        make_order("BFS", 2, 1, 2),
+        make_order("ZB-V", 2, 8),
+        split_backwards(make_order("BFS", 2, 4, 2)),
     ],
     ids=["1F1B", "GPipe", "interleaved", "one microbatch", "V", "halves"],
 )
@@ -142,7 +142,7 @@ def test_replicas_of_slices(threads: Threads) -> None:
 
 
 def _evaluated(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, BATCHES[0], optimizer=adamw)
         found = []
         for batch in BATCHES:
@@ -159,7 +159,7 @@ def test_evaluated_between_steps(threads: Threads) -> None:
     model = copy.deepcopy(plan.model.model).eval()
     losses = set()
     for k, (loss, state) in enumerate(seen):
-        with ambient(Float64()), torch.no_grad():
+        with enter_modes(Float64()), torch.no_grad():
             model.load_state_dict(state)
             expected = model(**BATCHES[k // 2])["loss"]
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-9, atol=0)

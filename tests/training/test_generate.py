@@ -36,7 +36,7 @@ from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case
-from schedlang.passes.verify.sides import prepared
+from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.schedule import Schedule, Settings
 from tests.engine import Threads
 from tests.ranks import run_ranks
@@ -188,7 +188,7 @@ def generated(
     threads: Threads, schedule: Schedule, batch: Any, counts: Sequence[Any], *more: Any
 ) -> list[list[Any]]:
     """What the program does on each rank; it is prepared once for all."""
-    case = prepared(Case(schedule.plan(), (batch,)))
+    case = prepare_case(Case(schedule.plan(), (batch,)))
     given = case.plan, case.prepared, batch, counts, *more
     found: list[list[Any]] = threads.run(_generated, case.plan.mesh.world, *given)
     return found
@@ -318,7 +318,7 @@ def test_ranks_keep_as_many_tokens(threads: Threads) -> None:
     """Of 17 tokens, 6 of them a prompt's, four ranks have four each, and one has a fifth; of a
     prompt alone nobody computes another row."""
     schedule = of_text(original(of("llama")), f"mesh(cp=4)\n{RING}")
-    case = prepared(Case(schedule.plan(), (MASKED,)))
+    case = prepare_case(Case(schedule.plan(), (MASKED,)))
     found = threads.run(_kept, 4, case.plan, case.prepared)
     positions = [position for held, _, _ in found for position in held]
     assert sorted(positions) == list(range(17))
@@ -374,7 +374,7 @@ def test_between_two_steps(threads: Threads) -> None:
     ids = torch.arange(48).reshape(8, 6)
     batch = {"input_ids": ids, "labels": ids}
     model, rows = original(of("llama")), f"mesh(dp=2, pp=2)\n{STAGES}zero(stage=3, over=dp)\n"
-    case = prepared(Case(of_text(model, rows).plan(), (batch,)))
+    case = prepare_case(Case(of_text(model, rows).plan(), (batch,)))
     for found, state, losses in threads.run(_trained, 4, case.plan, case.prepared, batch):
         model.load_state_dict(state)
         assert torch.equal(model.eval().generate(**prompts(3), max_new_tokens=6), found)

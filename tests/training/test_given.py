@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
+from tests.proofs import planned
 
 
 def net() -> nn.Module:
@@ -182,3 +184,33 @@ def test_batches_that_are_none(given: Any, said: str) -> None:
     with pytest.raises(Refusal) as caught:
         sch.verify(batch=given, loss=loss)
     assert caught.value.diagnostic.code == "S902" and said in caught.value.render()
+
+
+def test_a_hook_that_writes_into_the_model_itself() -> None:
+    """A lambda around the model counts there, and a copy's buffer stands still; methods move."""
+
+    class Counted(nn.Module):
+        """Counts its calls by a hook."""
+
+        def __init__(self, method: bool) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+            around = lambda module, args, out: self.count(module, args, out)  # noqa: E731
+            self.up.register_forward_hook(self.count if method else around)
+
+        def count(self, module: nn.Module, args: Any, out: Tensor) -> None:
+            """One more."""
+            self.calls += 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            """A mean of squares."""
+            return self.up(x).square().mean()
+
+    given = {"x": torch.ones(4, 4)}
+    with pytest.raises(Refusal, match="writes into `calls` of the model") as caught:
+        build(planned(Counted(False), "up  offload(activations)"), given)
+    assert caught.value.diagnostic.code == "S867"
+    program = build(planned(Counted(True), "up  offload(activations)"), given)
+    program.train_step(given)
+    assert program.state_dict()["calls"] == 1

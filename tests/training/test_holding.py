@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import EVEN, Layout, Uneven
-from schedlang.runtime.checkpointing.holding import Holding, put, take
+from schedlang.runtime.checkpointing.holdings import Holding, shard_of, write_shard
 
 MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh((("b", 3),))]
 
@@ -69,11 +69,11 @@ def test_what_is_taken_apart_comes_together(case: tuple[Mesh, Layout], data: st.
     again = torch.zeros_like(whole)
     spoken = 0
     for rank in range(mesh.world):
-        part = take(whole, holding, mesh, rank)
+        part = shard_of(whole, holding, mesh, rank)
         assert tuple(part.shape) == holding.local_shape(mesh, rank)
-        if holding.primary(mesh, rank):
+        if holding.is_primary(mesh, rank):
             spoken += int((part != 0).sum())
-            put(part, again, holding, mesh, rank)
+            write_shard(part, again, holding, mesh, rank)
     assert torch.equal(again, whole)
     assert spoken == whole.numel(), "each element has one speaker"
 
@@ -87,4 +87,4 @@ def test_slices_are_those_of_torch_chunk(rows: int, count: int) -> None:
     chunks += [whole[:0]] * (count - len(chunks))
     holding = Holding("w", Layout.whole(whole.shape), ("dp",))
     for rank in range(count):
-        assert torch.equal(take(whole, holding, mesh, rank), chunks[rank])
+        assert torch.equal(shard_of(whole, holding, mesh, rank), chunks[rank])

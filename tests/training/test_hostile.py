@@ -159,13 +159,13 @@ def crafted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], Any]
 ) -> None:
     """A checkpoint whose small things are others, with all checksums right."""
-    plain = archive.write
+    plain = archive.write_file
 
     def write(to: Path, id_: str, rank: int, tensors: Any, values: Any) -> Any:
         (key, found), *_ = values.items()
         return plain(to, id_, rank, tensors, {key: change(copy.deepcopy(found))})
 
-    monkeypatch.setattr(archive, "write", write)
+    monkeypatch.setattr(archive, "write_file", write)
     trained().save(folder)
     monkeypatch.undo()
 

@@ -23,8 +23,8 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.memory import CLASSES
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.initial.recorded import Record, record_of
-from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+from schedlang.runtime.initial.recorded_init import InitRecord, record_of
+from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 
@@ -76,7 +76,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _record(model: nn.Module) -> Record:
+def _record(model: nn.Module) -> InitRecord:
     found = record_of(model)
     assert found is not None
     return found
@@ -124,16 +124,16 @@ def test_what_nobody_wants_is_not_held() -> None:
     record = _record(schedlang.deferred_init(lambda: models.llama(3)))
     alive: list[int] = []
     most = 0
-    run = Record._run
+    run = InitRecord._run
 
-    def counting(self: Record, places: Any) -> Any:
+    def counting(self: InitRecord, places: Any) -> Any:
         nonlocal most
         held = run(self, places)
         most = max(most, sum(self.sizes[number] for number in held))
         return held
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Record, "_run", counting)
+        patch.setattr(InitRecord, "_run", counting)
         storages = {view.storage for view in record.views.values()}
         record.replay({number: lambda data: alive.append(data.nbytes()) for number in storages})
     assert len(alive) == len(storages)
@@ -495,7 +495,7 @@ def test_a_rank_never_has_the_whole_model(tmp_path: Path, kind: str, size: tuple
     file = tmp_path / "x.sched"
     file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
     try:
-        with Pool(preload=(*BASE, *PROGRAMS)) as pool:
+        with Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) as pool:
             pool.run(_within, 4, size, str(file), weights, narrow, _peak(file, size))
     finally:
         shutil.rmtree(tmp_path / str(wide), ignore_errors=True)  # which may be of 4 GiB

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.runtime.checkpointing import archive, boxes, steps
+from schedlang.runtime.checkpointing import archive, boxes, checkpoint_folders
 from schedlang.runtime.launch.pool import RankDied
 from tests.interrupted import apart
 from tests.layouts import batch_of, equal, last, program_under, seen
@@ -88,7 +88,9 @@ def _dying(rank: int, layout: str, folder: str, dies: tuple[int, str] | None) ->
     program.train_step(batch(1))
     if dies is not None and dies[0] == rank:
         room = next(
-            room for room in (archive, steps, boxes, boxes._Writer) if hasattr(room, dies[1])
+            room
+            for room in (archive, checkpoint_folders, boxes, boxes._Writer)
+            if hasattr(room, dies[1])
         )
         setattr(room, dies[1], lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     if dies is not None:

@@ -14,9 +14,9 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.tracing.units import startable
+from schedlang.runtime.tracing.units import default_units
 from schedlang.schedule import create_schedule
 from tests.proofs import planned
 
@@ -191,7 +191,7 @@ def test_whoever_proposes_or_proves_statically_leaves_none() -> None:
     assert not TABLES["by length"]
     static(planned(Tabled("a dict"), "zero(stage=0, over=dp)", "dp=2"), batch)
     assert not TABLES["by length"]
-    startable(Tabled("a dict"), batch)
+    default_units(Tabled("a dict"), batch)
     assert not TABLES["by length"]
 
 
@@ -199,7 +199,7 @@ def test_what_is_no_table_stays() -> None:
     """Numbers that are counted, and tables that were there before, are as the code made them."""
     _empty()
     first = table()
-    with kept_outside(Tabled("a dict")):
+    with restore_global_state(Tabled("a dict")):
         assert table() is first
         TABLES["count"], TABLES["more"] = 3, torch.zeros(1)
         TABLES["by length"][WIDTH] = first.double()
@@ -209,6 +209,6 @@ def test_what_is_no_table_stays() -> None:
 def test_nothing_is_asked_of_a_table_that_makes_what_it_is_asked_for() -> None:
     """Its entries are looked at as they lie."""
     before = Making.made
-    with kept_outside(Classed()):
+    with restore_global_state(Classed()):
         pass
     assert Making.made == before and dict.keys(MAKING) == {"one", "two"}

@@ -12,7 +12,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
 from tests import models
 from tests.proofs import adamw, sequential
@@ -41,7 +41,7 @@ def going_on(
     given = Settings({"pp": pp}, {}, world)
     plan = Schedule(models.gpt2(), parse(Source("my.sched", FILE)), given).plan()
     seen = []
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, BATCHES[0], optimizer=adamw)
         if steps[0]:
             program.load(f"{folder}/{steps[0]}")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import prove
-from schedlang.passes.verify.randomness import Mine, native_draws, wrong_draws
-from schedlang.passes.verify.sides import Case
+from schedlang.passes.verify.proof_case import Case
+from schedlang.passes.verify.randomness import RankDraws, check_native_draws, describe_wrong_draws
+from schedlang.runtime.declined_calls import declined_in
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.fusion.fuse import unavailable
+from schedlang.runtime.fusion.fuse import why_unavailable
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.left import left_in
-from schedlang.runtime.rng.native import NativeDropout, _changes_nothing
+from schedlang.runtime.rng.native_dropout import NativeDropout, _is_nan_placeholder
 from tests.proofs import planned, sgd
 
 TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
@@ -126,8 +126,8 @@ def drawn(plan: Any) -> tuple[str, int, list[str]]:
     assert dropout is not None
     dropout.noted = {}
     program.train_step(_batch())
-    count, wrong = native_draws(program, _batch()) or (0, ["nothing is drawn natively"])
-    return program.assembly.drawn_because, count, wrong
+    count, wrong = check_native_draws(program, _batch()) or (0, ["nothing is drawn natively"])
+    return program.assembly.logical_dropout_reason, count, wrong
 
 
 def _pipe(order: str, *more: str) -> str:
@@ -179,7 +179,7 @@ def test_replicas_draw_alike_and_all_others_apart(name: str, pool: Pool) -> None
 # -- what is found ---------------------------------------------------------------------------------
 
 
-def _mine(**changes: Any) -> Mine:
+def _mine(**changes: Any) -> RankDraws:
     """A rank that draws two masks for rows 0 and 1, and what differs of it."""
     content = (0, (0, 1), "drop", 0, None), (1, (0, 1), "drop", 0, None)
     given: dict[str, Any] = {
@@ -187,11 +187,11 @@ def _mine(**changes: Any) -> Mine:
         "sites": [{("drop", 0): {0, 1}}] * 2,
         "logical": {("drop", 0): {0, 1}},
     }
-    return Mine(**given | changes)
+    return RankDraws(**given | changes)
 
 
 OTHER_ROWS = {(0, (2, 3), "drop", 0, None): {0.3}, (1, (2, 3), "drop", 0, None): {0.4}}
-WRONG: dict[str, tuple[list[Mine], str]] = {
+WRONG: dict[str, tuple[list[RankDraws], str]] = {
     "replicas apart": (
         [_mine(), _mine(begun={(0, (0, 1), "drop", 0, None): {0.5}})],
         "draws otherwise on ranks",
@@ -218,8 +218,10 @@ WRONG: dict[str, tuple[list[Mine], str]] = {
 def test_each_mistake_is_told(name: str) -> None:
     """What is wrong with the draws of some ranks is said; right ones have nothing to be said."""
     everyone, words = WRONG[name]
-    assert any(words in said for said in wrong_draws(everyone)), wrong_draws(everyone)
-    assert not wrong_draws([_mine(), _mine(), _mine(begun=OTHER_ROWS)])
+    assert any(words in said for said in describe_wrong_draws(everyone)), describe_wrong_draws(
+        everyone
+    )
+    assert not describe_wrong_draws([_mine(), _mine(), _mine(begun=OTHER_ROWS)])
 
 
 # -- what a user meets -----------------------------------------------------------------------------
@@ -314,7 +316,7 @@ def test_one_rank_draws_as_torch_does() -> None:
 
 # -- compiled regions ------------------------------------------------------------------------------
 
-compiles = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+compiles = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
 class Mlp(nn.Module):
@@ -354,7 +356,7 @@ def _fused(plan: Any) -> tuple[int, list[str], list[float]]:
     module = program.assembly.module
     layers = [found.kinds.get("fuse") for one in module.modules() if (found := layers_of(one))]
     ran = sum(getattr(layer, "compiled", None) is not None for layer in layers)
-    return ran, [one.why for one in left_in(module)], losses
+    return ran, [one.reason for one in declined_in(module)], losses
 
 
 FUSED = "blocks.* fuse()\n"
@@ -424,9 +426,9 @@ def test_what_stands_for_another_stage_draws_nothing() -> None:
     """One NaN everywhere is the same under any mask; all else is dropped out."""
     inner = partial(nn.Dropout.forward, nn.Dropout(0.5))
     nan = torch.full((), torch.nan)
-    assert _changes_nothing(inner, (nan.expand(2, 3),), {})
+    assert _is_nan_placeholder(inner, (nan.expand(2, 3),), {})
     for other in (nan.expand(2, 3).clone(), torch.ones(()).expand(2, 3), nan):
-        assert not _changes_nothing(inner, (other,), {})
-    assert not _changes_nothing(
+        assert not _is_nan_placeholder(inner, (other,), {})
+    assert not _is_nan_placeholder(
         partial(nn.Linear.forward, nn.Linear(3, 3)), (nan.expand(2, 3),), {}
     )

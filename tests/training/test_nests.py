@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from schedlang.ir import pytree
-from schedlang.ir.copied import deeply_copied
-from schedlang.runtime.batch import named_tensors, stack
-from schedlang.runtime.float64 import widened
+from schedlang.ir.module_copies import deepcopy_module
+from schedlang.runtime.batch import named_tensors, stack_outputs
+from schedlang.runtime.float64 import to_float64
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -93,9 +93,9 @@ def test_a_nest_of_any_class(kind: str) -> None:
     leaves, spec = pytree.tree_flatten(nest)
     again, other = pytree.tree_flatten(pytree.tree_unflatten(leaves, spec))
     assert spec == other and [id(x) for x in leaves] == [id(x) for x in again]
-    whole = stack([nest, twice], [4, 4], [1, 1])
+    whole = stack_outputs([nest, twice], [4, 4], [1, 1])
     assert all(t.shape == (8,) for t in named_tensors({"x": whole}).values())
-    wide = named_tensors({"x": widened(nest)})  # a proof in float64 is one of all that is inside
+    wide = named_tensors({"x": to_float64(nest)})  # a proof in float64 is one of all that is inside
     assert [t.dtype for t in wide.values()] == [torch.float64] * len(names)
 
 
@@ -219,7 +219,7 @@ def test_leaves_are_written_into_what_is_there() -> None:
         "frozen": Frozen(torch.ones(1)),
         "named": Named(OrderedDict(a=7), 8),
     }
-    assert pytree.written_into(nest, changed) is nest
+    assert pytree.write_back(nest, changed) is nest
     assert nest["items"] is items and items[1][1] is inner and inner == {"a": 7}
     assert items[0] == 5 and items[1][0] == 6 and nest["frozen"] is changed["frozen"]
     assert nest["named"].a is inner and nest["named"].b == 8
@@ -287,10 +287,10 @@ def form(value: Any, seen: dict[int, int]) -> Any:
 def test_a_copy_is_that_of_the_library() -> None:
     """Every attribute, tie and shared table, whichever way a module has itself copied."""
     module = drawn_module()
-    made = deeply_copied(module, {})
+    made = deepcopy_module(module, {})
     wanted = copy.deepcopy(module)
     assert form(made, {}) == form(wanted, {}) != form(drawn_module(), {})
     assert not hasattr(made[0][3], "secret") and made[0][2].note == "mine"
     assert made[0].holder[0] is made and made[0].empty is made.empty is not module.empty
     stood = nn.Linear(3, 3)
-    assert deeply_copied(module, {id(module[1]): stood})[0][0] is stood
+    assert deepcopy_module(module, {id(module[1]): stood})[0][0] is stood

@@ -14,7 +14,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.no_labels import no_labels
+from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 from schedlang.schedule import Schedule
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def trained(labels: Tensor, way: dict[str, Any], weight: Any) -> tuple[Tensor, T
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 3, generator=draw).requires_grad_()
     sure = torch.tensor(0.5, requires_grad=True)
-    with no_labels(weight):
+    with zero_unlabelled_loss(weight):
         loss = F.cross_entropy(logits, labels, **way) * sure
     loss.backward(torch.as_tensor(weight, dtype=loss.dtype))
     assert logits.grad is not None and sure.grad is not None
@@ -129,7 +129,7 @@ def test_parts_are_weighed_where_somebody_asks() -> None:
         )
         weight = SimpleNamespace(rule=SimpleNamespace(source=source))
         made: Any = SimpleNamespace(pipeline=pipeline, weight=weight)
-        return not vars(Assembly)["unweighed"].func(made)
+        return not vars(Assembly)["needs_no_weights"].func(made)
 
     assert not asked(Hidden(), last=False)
     assert asked(Hidden(), last=True) and asked(Hidden(), last=False, stale=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from schedlang.runtime.optim.whole_step import step_by_kinds, step_on
+from schedlang.runtime.optim.full_tensor_step import step_only, step_optimizer
 
 MADE = {
     "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),
@@ -72,7 +72,7 @@ def test_lists_of_one_kind(meshes: tuple[Any, Any], kind: str, how: dict[str, bo
         schedule = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
         for seed in range(3):
             _grads(parameters, seed)
-            step_by_kinds(made) if given is how else made.step()
+            step_optimizer(made) if given is how else made.step()
             schedule.step()
         assert (
             made.param_groups is groups and [p for g in groups for p in g["params"]] == parameters
@@ -94,7 +94,7 @@ def test_state_lies_as_the_parameter_does(meshes: tuple[Any, Any], kind: str) ->
         for seed in range(3):
             _grads(parameters, seed)
             parameters[seed].grad = None  # what gets no gradient is left alone
-            step_by_kinds(made) if by_parts else made.step()
+            step_optimizer(made) if by_parts else made.step()
             assert all(any(key is p for p in parameters) for key in made.state)
             now = {(i, k): v for i, p in enumerate(parameters) for k, v in made.state[p].items()}
             assert all(now[key] is value for key, value in kept.items())
@@ -116,7 +116,7 @@ def test_some_of_them(meshes: tuple[Any, Any]) -> None:
     made = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
     before = _values(parameters)
     _grads(parameters, 0)
-    step_on(made, {id(p): p for p in parameters[:2]})
+    step_only(made, {id(p): p for p in parameters[:2]})
     moved = [not torch.equal(a, b) for a, b in zip(before, _values(parameters), strict=True)]
     assert moved == [True, True, False, False] and len(made.param_groups[0]["params"]) == 4
 
@@ -140,7 +140,7 @@ def test_what_a_group_counts(meshes: tuple[Any, Any]) -> None:
     made = _Counting(parameters, lr=0.1, foreach=True)
     for seed in range(2):
         _grads(parameters, seed)
-        step_by_kinds(made)
+        step_optimizer(made)
     assert made.calls == 2 and [group["k"] for group in made.param_groups] == [2]
 
 
@@ -153,6 +153,6 @@ def test_looked_at_together(meshes: tuple[Any, Any]) -> None:
             """Takes note of groups."""
             seen.append([len(group["params"]) for group in self.param_groups])
 
-    step_by_kinds(Looking(_parameters(meshes), {}))
-    step_by_kinds(torch.optim.SGD(_parameters(meshes), foreach=False))
+    step_optimizer(Looking(_parameters(meshes), {}))
+    step_optimizer(torch.optim.SGD(_parameters(meshes), foreach=False))
     assert seen == [[4]]

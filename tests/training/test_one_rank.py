@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import schedlang
 from schedlang.cli import app
-from schedlang.runtime.initial.stored import Box, Leaf
+from schedlang.runtime.initial.lazy_tensors import Box, FileTensor
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 
@@ -49,19 +49,19 @@ def batch(seed):
 def _built(file: str, weights: str) -> dict[str, Any]:
     """What a rank of a real job has built, its groups, and what it has read of files."""
     asked: list[Any] = []
-    plain = Leaf.read
+    plain = FileTensor.read
 
-    def read(self: Leaf, box: Box) -> Any:
+    def read(self: FileTensor, box: Box) -> Any:
         made = plain(self, box)
         asked.append([self.file.name, self.name, [list(span) for span in box], made.nbytes])
         return made
 
-    Leaf.read = read  # type: ignore[method-assign]
+    FileTensor.read = read  # type: ignore[method-assign]
     try:
         sch = schedlang.load(file, schedlang.deferred_init(models.llama, 4))
         program: Any = sch.build(batch=models.tokens(4, 8), weights=weights)
     finally:
-        Leaf.read = plain  # type: ignore[method-assign]
+        FileTensor.read = plain  # type: ignore[method-assign]
     held = {}
     for name, one in program.assembly.parameters.items():
         part = one.to_local() if isinstance(one, DTensor) else one

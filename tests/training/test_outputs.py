@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from schedlang.passes.prove import Case, prove
 from schedlang.report import Report
-from schedlang.runtime.batch import Absent, stack
+from schedlang.runtime.batch import MissingOutput, stack_outputs
+from schedlang.runtime.full_tensors import drop_missing
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.whole import cleaned
 from tests import models
 from tests.proofs import Batch, planned, proven
 
@@ -72,24 +72,24 @@ def test_parts_that_agree_or_do_not() -> None:
         {"tokens": torch.ones(4, 3), "n": torch.tensor(2), "f": 1.0, "c": object()},
         {"tokens": torch.zeros(2, 3), "n": torch.tensor(2), "f": 4.0, "c": object()},
     ]
-    whole, left = cleaned(stack(parts, [2, 1], [1.0, 3.0]))
+    whole, left = drop_missing(stack_outputs(parts, [2, 1], [1.0, 3.0]))
     assert whole["tokens"].shape == (6, 3) and whole["n"] == 2
     assert whole["f"] == pytest.approx(3.25) and whole["c"] is None and list(left) == ["c"]
-    assert isinstance(stack([1, 2], [1, 1], [1.0, 1.0]), Absent)
-    assert stack([object], [1], [1.0]) is object
+    assert isinstance(stack_outputs([1, 2], [1, 1], [1.0, 1.0]), MissingOutput)
+    assert stack_outputs([object], [1], [1.0]) is object
 
 
 def test_lists_with_an_entry_for_each_sample() -> None:
     """They go one after the other where parts tell it; where they may be layers they are Absent."""
     three, two, wide = [torch.ones(5)] * 3, [torch.zeros(5)] * 2, [torch.ones(3, 2)] * 3
     parts = [{"a": three, "z": torch.ones(3)}, {"a": two, "z": torch.zeros(2)}]
-    whole = stack(parts, [3, 2], [1.0, 1.0])
+    whole = stack_outputs(parts, [3, 2], [1.0, 1.0])
     assert [one[0].item() for one in whole["a"]] == [1, 1, 1, 0, 0]
     assert whole["z"].tolist() == [1, 1, 1, 0, 0]
-    assert isinstance(stack([three, three], [3, 3], [1.0, 1.0]), Absent)
-    assert isinstance(stack([three, two], [4, 4], [1.0, 1.0]), Absent)
-    assert [one.shape for one in stack([wide, wide], [3, 3], [1.0, 1.0])] == [(6, 2)] * 3
-    assert stack([(1.0, 2.0), (3.0, 4.0)], [2, 2], [1.0, 1.0]) == (2.0, 3.0)
+    assert isinstance(stack_outputs([three, three], [3, 3], [1.0, 1.0]), MissingOutput)
+    assert isinstance(stack_outputs([three, two], [4, 4], [1.0, 1.0]), MissingOutput)
+    assert [one.shape for one in stack_outputs([wide, wide], [3, 3], [1.0, 1.0])] == [(6, 2)] * 3
+    assert stack_outputs([(1.0, 2.0), (3.0, 4.0)], [2, 2], [1.0, 1.0]) == (2.0, 3.0)
 
 
 class Pieces(nn.Module):

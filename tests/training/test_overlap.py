@@ -9,11 +9,11 @@ import torch
 
 from schedlang.passes.lower.build import build
 from schedlang.passes.partition.staging import timeline_of
-from schedlang.pipeline.timeline.proof import check, with_transfers
-from schedlang.pipeline.timeline.table import Kind, halved
+from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
+from schedlang.pipeline.timeline.table import Kind, split_backwards
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.pipeline import overlapped_sums
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.pipeline import overlapped_reduction
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
@@ -65,16 +65,16 @@ def test_halved() -> None:
         _model(), "**.c_fc split_backward()\n" + CUT + 'pipeline(order="1F1B", micro=3)', "pp=2"
     )
     made = timeline_of(plan)
-    check(with_transfers(made))
+    check_timeline(with_transfers(made))
     kinds = [op.kind for op in with_transfers(made).rows(1) if op.microbatch == 1]
     at = kinds.index(Kind.I)
     assert kinds[at : at + 3] == [Kind.I, Kind.SEND_B, Kind.W]
-    assert halved(made) == made
+    assert split_backwards(made) == made
 
 
 def _late(plan: Any, batch: Any) -> dict[str, set[str]]:
     """On this rank, of the last backward: which gradients arrive in its first and second half."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, batch)
         names = {id(p): n for n, p in program.assembly.parameters.items()}
         half: list[str] = []
@@ -108,28 +108,28 @@ def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
     """On this rank: for each early sum the operations done before it, and how many there are."""
     found: list[int] = []
     done = [0]
-    real = overlapped_sums.begin_one
+    real = overlapped_reduction.begin_bucket
 
     def begin_one(*args: Any) -> Any:
         found.append(done[0])
         return real(*args)
 
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, batch)
-        sums = program.assembly.early
+        sums = program.assembly.early_reductions
         assert sums is not None
-        before = sums.before
+        before = sums.prepare
 
         def counted(stage: int, last: bool) -> None:
             before(stage, last)
             done[0] += 1
 
-        sums.before = counted  # type: ignore[method-assign]
-        overlapped_sums.begin_one = begin_one
+        sums.prepare = counted  # type: ignore[method-assign]
+        overlapped_reduction.begin_bucket = begin_one
         try:
             program.train_step(batch)
         finally:
-            overlapped_sums.begin_one = real
+            overlapped_reduction.begin_bucket = real
     return [(k, done[0]) for k in found]
 
 

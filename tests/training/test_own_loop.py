@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
@@ -42,6 +44,11 @@ def batch(seed: int) -> dict[str, Tensor]:
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     """With momentum."""
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_sgd(named: Any) -> torch.optim.Optimizer:
+    """The same, as `build` takes it."""
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
 def alone(clip: bool = False) -> Any:
@@ -92,6 +99,36 @@ def by_tensors(program: Any) -> None:
     steps.step()  # here
 
 
+def by_scaling(program: Any) -> None:
+    """A backward of one's own, of a loss that torch scales."""
+    steps, scaler = sgd(program.module), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for seed in range(3):
+        steps.zero_grad()
+        scaler.scale(program.module(**batch(seed))).backward()
+        scaler.step(steps)  # here
+        scaler.update()
+
+
+def by_averaging(program: Any) -> None:
+    """The mean of weights, as torch makes it."""
+    AveragedModel(program.module)  # here
+
+
+def by_copying(program: Any) -> None:
+    """A copy of all."""
+    copy.deepcopy(program)  # here
+
+
+def by_new_parameters(program: Any) -> None:
+    """Another parameter in the place of one."""
+    program.module.up.weight = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))  # here
+
+
+def by_new_modules(program: Any) -> None:
+    """Another module in the place of one."""
+    program.module.down = nn.Linear(8, 6).double()  # here
+
+
 Way = Callable[[Any], None]
 RIGHT = ((TP, "tp=2", by_backward), (TP, "tp=2", by_steps), (SLICED, "dp=2", by_steps)) + (
     (SUMMED, "dp=2", by_clipping),
@@ -103,6 +140,14 @@ REFUSED: tuple[tuple[str, str, Way, str], ...] = (
     (TP + SUMMED, "dp=2, tp=2", by_backward, "S617"),
     (TP, "tp=2", by_clipping, "S622"),
     (TP, "tp=2", by_tensors, "S622"),
+    (TP, "tp=2", by_scaling, "S622"),
+    (SLICED, "dp=2", by_averaging, "S617"),
+    (SLICED, "dp=2", by_copying, "S617"),
+    (SUMMED, "dp=2", by_copying, "S617"),
+    (TP, "tp=2", by_copying, "S617"),
+    (SLICED, "dp=2", by_new_parameters, "S617"),
+    (TP, "tp=2", by_new_parameters, "S617"),
+    (SUMMED, "dp=2", by_new_modules, "S617"),
 )
 
 
@@ -157,3 +202,14 @@ def test_an_optimizer_by_elements_is_taken(threads: Threads) -> None:
     found = threads.run(body, 2)[0]
     for name, value in alone().items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_program_of_one_rank_is_copied() -> None:
+    """The copy trains by itself."""
+    program = build(planned(Net(), "up  checkpoint()"), batch(0), optimizer=by_sgd)
+    other = copy.deepcopy(program)
+    for seed in range(3):
+        other.train_step(batch(seed))
+    for name, value in alone().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+        assert torch.equal(program.state_dict()[name], Net().state_dict()[name])

@@ -10,13 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.batch import Absent, even, rows_of, sample_of, shares, split, stack
+from schedlang.runtime.batch import (
+    MissingOutput,
+    largest_part,
+    row_count,
+    split_batch,
+    split_rows,
+    splits_evenly,
+    stack_outputs,
+)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_shares_are_even(count: int, parts: int) -> None:
     """Consecutive runs that cover all rows and differ by one at most, larger ones first."""
-    runs = shares(count, parts)
+    runs = split_rows(count, parts)
     assert [row for run in runs for row in run] == list(range(count))
     sizes = [len(run) for run in runs]
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
@@ -26,23 +34,23 @@ def test_shares_are_even(count: int, parts: int) -> None:
 def test_shares_by_weight(count: int, weights: list[int]) -> None:
     """Consecutive runs that cover all rows, each within one row of its quota; equal weights are
     dealt as no weights."""
-    runs = shares(count, tuple(weights))
+    runs = split_rows(count, tuple(weights))
     assert [row for run in runs for row in run] == list(range(count))
     quotas = [count * weight / sum(weights) for weight in weights]
     assert all(abs(len(run) - quota) < 1 for run, quota in zip(runs, quotas, strict=True))
     if len(set(weights)) == 1:
-        assert runs == shares(count, len(weights))
+        assert runs == split_rows(count, len(weights))
 
 
 def test_a_replica_without_enough_rows_is_refused() -> None:
     """By name, with the rows that are enough."""
     batch = {"x": torch.zeros(5, 2)}
-    assert [len(part.rows) for (part,) in split(batch, (3, 1), 1)] == [4, 1]
-    assert len(sample_of(batch, (1, 3), 1)["x"]) == 4
+    assert [len(part.rows) for (part,) in split_batch(batch, (3, 1), 1)] == [4, 1]
+    assert len(largest_part(batch, (1, 3), 1)["x"]) == 4
     with pytest.raises(Refusal, match="S606.*5 rows, but 7 are needed") as refused:
-        split(batch, (3, 1), 2)
+        split_batch(batch, (3, 1), 2)
     assert "at least 7 rows" in str(refused.value.diagnostics[0].helps)
-    assert len(split({"x": torch.zeros(7, 2)}, (3, 1), 2)[1]) == 2
+    assert len(split_batch({"x": torch.zeros(7, 2)}, (3, 1), 2)[1]) == 2
 
 
 @settings(deadline=None)
@@ -56,11 +64,11 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
         "scale": 3,
         "n": torch.ones(()),
     }
-    flat = [part for mine in split(batch, replicas, micro) for part in mine]
+    flat = [part for mine in split_batch(batch, replicas, micro) for part in mine]
     assert torch.equal(torch.cat([part.inputs["x"] for part in flat]), batch["x"])
-    first = sample_of(batch, replicas, micro)
+    first = largest_part(batch, replicas, micro)
     assert str(first) == str(flat[0].inputs) and len(first["x"]) == max(len(p.rows) for p in flat)
-    assert even(batch, replicas, micro) == (len({len(part.rows) for part in flat}) == 1)
+    assert splits_evenly(batch, replicas, micro) == (len({len(part.rows) for part in flat}) == 1)
     for part in flat:
         assert part.inputs["x"].tolist() == list(part.rows)
         assert torch.equal(part.inputs["y"], part.inputs["x"] * 2)
@@ -70,8 +78,8 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
 def test_rows_that_may_lie_along_either_dim_are_left_out() -> None:
     """Where dim 0 has several entries a row and another dim exactly one, nothing is joined."""
     inside = [torch.zeros(4, count, 3) for count in (2, 2)]
-    assert isinstance(stack(inside, [2, 2], [1.0, 1.0]), Absent)
-    assert stack([part[:2] for part in inside], [2, 2], [1.0, 1.0]).shape == (4, 2, 3)
+    assert isinstance(stack_outputs(inside, [2, 2], [1.0, 1.0]), MissingOutput)
+    assert stack_outputs([part[:2] for part in inside], [2, 2], [1.0, 1.0]).shape == (4, 2, 3)
 
 
 def test_outputs_come_together() -> None:
@@ -80,7 +88,7 @@ def test_outputs_come_together() -> None:
         {"y": torch.ones(2, 3), "loss": torch.tensor(1.0), "name": "a"},
         {"y": torch.zeros(1, 3), "loss": torch.tensor(4.0), "name": "a"},
     ]
-    whole = stack(outputs, [2, 1], [1.0, 3.0])
+    whole = stack_outputs(outputs, [2, 1], [1.0, 3.0])
     assert whole["y"].sum(1).tolist() == [3, 3, 0] and whole["name"] == "a"
     assert whole["loss"].item() == pytest.approx(3.25)
 
@@ -88,14 +96,14 @@ def test_outputs_come_together() -> None:
 def test_a_part_without_labels_has_no_loss_and_does_not_spoil_the_others() -> None:
     """The mean over no label is not a number; it weighs nothing."""
     losses = [torch.tensor(2.0), torch.tensor(math.nan), torch.tensor(4.0)]
-    assert stack(losses, [1, 1, 1], [1.0, 0.0, 3.0]).item() == pytest.approx(3.5)
-    nothing = stack(losses[1:2] * 2, [1, 1], [0.0, 0.0])
-    assert math.isnan(nothing) and stack([nothing, losses[0]], [2, 1], [0.0, 1.0]) == 2.0
+    assert stack_outputs(losses, [1, 1, 1], [1.0, 0.0, 3.0]).item() == pytest.approx(3.5)
+    nothing = stack_outputs(losses[1:2] * 2, [1, 1], [0.0, 0.0])
+    assert math.isnan(nothing) and stack_outputs([nothing, losses[0]], [2, 1], [0.0, 1.0]) == 2.0
 
 
 def test_too_few_rows_and_none() -> None:
     """Refused with how many there are and how many parts."""
     with pytest.raises(Refusal, match="the batch has 3 rows, but 4 are needed"):
-        split({"x": torch.zeros(3)}, 2, 2)
+        split_batch({"x": torch.zeros(3)}, 2, 2)
     with pytest.raises(Refusal, match="no rows"):
-        rows_of({"x": torch.tensor(1.0), "y": 2})
+        row_count({"x": torch.tensor(1.0), "y": 2})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
 from tests.engine import Threads
 from tests.proofs import assert_same, planned, sgd
@@ -36,7 +36,7 @@ def left(program: Program) -> dict[str, Tensor]:
 
 def saving(plan: Plan, path: str) -> Any:
     """Two steps, saved, and two more: the errors that were saved, and what came after."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         one = build(plan, points(0), optimizer=sgd)
         for seed in range(2):
             one.train_step(points(seed))
@@ -49,7 +49,7 @@ def saving(plan: Plan, path: str) -> Any:
 
 def loading(plan: Plan, path: str, fresh: nn.Module | None = None) -> Any:
     """The same of a program that has made a step of its own and loads it."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         one = build(plan, points(0), optimizer=sgd)
         one.train_step(points(9))
         one.load(path)

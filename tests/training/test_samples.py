@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.batch import named_tensors, rows_of, split
+from schedlang.runtime.batch import named_tensors, row_count, split_batch
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
@@ -114,9 +114,9 @@ def theirs(seed: int, pooled: bool) -> dict[str, Any]:
 def test_parts_have_whole_samples() -> None:
     """A part has the nodes, the edges and the answers of its graphs, edges numbered within it."""
     batch = ours(0)
-    assert rows_of(batch) == 5
+    assert row_count(batch) == 5
     assert list(named_tensors(batch)) == ["data.x", "data.edges", "data.y", "data.graph"]
-    parts = [part for share in split(batch, 2, 2) for part in share]
+    parts = [part for share in split_batch(batch, 2, 2) for part in share]
     assert [part.inputs["data"].sizes for part in parts] == [[3, 6], [2], [5], [4]]
     assert [part.rows for part in parts] == [(0, 1), (2,), (3,), (4,)]
     for part in parts:
@@ -152,9 +152,9 @@ def test_samples_that_are_not_given_back() -> None:
     data = pytest.importorskip("torch_geometric.data")
     edges = torch.tensor([[0, 1], [1, 0]])
     alone = data.Batch(x=torch.ones(4, 2), edge_index=edges, batch=torch.tensor([0, 0, 1, 1]))
-    assert rows_of({"data": alone}) == 2
+    assert row_count({"data": alone}) == 2
     with pytest.raises(Refusal, match=r"S670.*`DataBatch` does not return\s+them") as caught:
-        split({"data": alone}, 2, 1)
+        split_batch({"data": alone}, 2, 1)
     assert "from_data_list" in caught.value.render()
 
 
@@ -163,7 +163,7 @@ def test_what_follows_a_key_is_made_anew() -> None:
     data = pytest.importorskip("torch_geometric.data")
     graphs = [data.Data(x=x, edge_index=e, y=y) for x, e, y in samples(0, False)]
     whole = data.Batch.from_data_list(graphs, follow_batch=["y"])
-    (first,), (second,) = split({"data": whole}, 2, 1)
+    (first,), (second,) = split_batch({"data": whole}, 2, 1)
     assert first.inputs["data"].y_batch.tolist() == [0] * 3 + [1] * 6 + [2] * 2
     assert second.inputs["data"].keys() == whole.keys()
 

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.propagate.original import with_many_rows
+from schedlang.passes.lower.build import build
+from schedlang.passes.propagate.original_forward import record_many_rows
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.grad_reduction.batch_statistics import Reaching, gather_statistics
+from schedlang.runtime.declined_calls import declined_in
+from schedlang.runtime.grad_reduction.batch_statistics import LossSums, gather_statistics
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
-from tests.proofs import planned, proven, static_holds
+from tests.proofs import planned, proven, sgd, static_holds
 
 ZERO = "zero(stage={}, over=dp)"
 
@@ -92,9 +94,9 @@ def test_router_losses_in_own_words(name: str, threads: Any) -> None:
 # -- what is found -----------------------------------------------------------------------------
 
 
-def sums_of(model: nn.Module) -> Reaching:
+def sums_of(model: nn.Module) -> LossSums:
     """The sums over rows that the model's loss is made of."""
-    found = with_many_rows(planned(model, ""), models.batch(0), None)
+    found = record_many_rows(planned(model, ""), models.batch(0), None)
     assert found is not None and found.sums is not None
     return found.sums
 
@@ -195,3 +197,69 @@ def test_counts_that_are_bounded_and_sums_with_a_number_added(ranks: int, thread
     batches = [masked_batch(seed, first) for seed, first in enumerate((3, 1, 0, 5))]
     report = proven(threads, plan, batches)
     assert report.equivalence == "algebraic"
+
+
+class Tail(nn.Module):
+    """The mean of what a mask keeps."""
+
+    def forward(self, each: Tensor, kept: Tensor) -> Tensor:
+        """A count, of which a part of the batch has its share."""
+        loss: Tensor = (each * kept).sum() / kept.sum()
+        return loss
+
+
+class Tailed(nn.Module):
+    """A block, a head, and a masked mean in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 4)
+        self.tail = Tail()
+
+    def forward(self, x: Tensor, domain: Tensor, y: Tensor) -> Tensor:
+        """Only rows of the first domain count."""
+        logits = self.head(self.up(x))
+        each = nn.functional.cross_entropy(logits, y, reduction="none")
+        loss: Tensor = self.tail(each, domain == 0)
+        return loss
+
+
+def _trained(rows: str, threads: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """What three steps on two ranks leave, and what a plain loop does; what was left eager."""
+    batches = [masked_batch(seed, first) for seed, first in enumerate((4, 5, 6))]
+    batches = [{k: (v.to(dtype) if k == "x" else v)[:7] for k, v in b.items()} for b in batches]
+
+    def body() -> Any:
+        program = build(planned(Tailed().to(dtype), rows, "dp=2"), batches[0], optimizer=sgd)
+        for batch in batches:
+            program.train_step(batch)
+        return program.state_dict(), declined_in(program.assembly.module)
+
+    plain = Tailed().to(dtype)
+    steps = sgd(plain.named_parameters())
+    for batch in batches:
+        steps.zero_grad()
+        plain(**batch).backward()
+        steps.step()
+    state, left = threads.run(body, 2)[0]
+    return state, plain.state_dict(), left
+
+
+def test_shares_of_counts_are_as_wide_as_the_parameters(threads: Any) -> None:
+    """A model in float64 trains in float64 beside a share of a count."""
+    found, expected, _ = _trained(ZERO.format(0), threads, torch.float64)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.deep  # inductor compiles
+def test_compiled_regions_beside_sums_over_the_batch(threads: Any) -> None:
+    """A region is compiled without the mode that makes such sums; one with a sum runs eagerly."""
+    rows = "up  fuse()\ntail  fuse()\n" + ZERO.format(0)
+    found, expected, left = _trained(rows, threads, torch.float32)
+    assert [(one.sites, one.why) for one in left] == [
+        (("tail",), "it sums over the rows of all ranks")
+    ]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.batch import taken
+from schedlang.runtime.batch import accepted_inputs
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
@@ -74,12 +74,12 @@ ROWS = {
 def test_a_forward_is_given_what_it_names() -> None:
     """Keys by name, or all of them where it says so; a wrapper speaks for its class."""
     batch = _batch(0)
-    assert list(taken(Net(), batch)) == ["x"]
-    assert list(taken(Open(), batch)) == list(batch)
+    assert list(accepted_inputs(Net(), batch)) == ["x"]
+    assert list(accepted_inputs(Open(), batch)) == list(batch)
     net: Any = Net()
     inner = net.forward
     net.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    assert list(taken(net, batch)) == ["x"]
+    assert list(accepted_inputs(net, batch)) == ["x"]
 
 
 @pytest.mark.parametrize("kind", [Net, Open])

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.changed import KIND
-from schedlang.runtime import changed
+from schedlang.passes.verify.changed_model import KIND
+from schedlang.runtime import parameter_changes
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
@@ -35,7 +35,7 @@ def test_which_parameters_there_are() -> None:
     inside = [name for name in base.parameters if name.startswith("transformer.h.0.")]
     for name in inside:
         assert facts.parameters[name].names == (name, name.replace(".h.0.", ".h.1."))
-    assert len(facts.unique) == len(base.unique) - len(inside) + 1
+    assert len(facts.unique_parameters) == len(base.unique_parameters) - len(inside) + 1
     own = dict(facts.model.named_parameters(remove_duplicate=False))
     for name, parameter in plain.named_parameters(remove_duplicate=False):
         assert torch.equal(own[name], plain.get_parameter(name.replace(".h.1.", ".h.0.")))
@@ -104,15 +104,15 @@ def test_a_tie_of_the_wrong_values_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy in which a tied use is cut off from its gradient differs from the untouched model."""
-    plain = changed.Tie.__call__
+    plain = parameter_changes.Tie.__call__
 
-    def cut(self: changed.Tie, module: nn.Module) -> nn.Module:
+    def cut(self: parameter_changes.Tie, module: nn.Module) -> nn.Module:
         twin = plain(self, module)
         block = twin.get_submodule("transformer.h.1.mlp")
         block.register_forward_hook(lambda module, inputs, output: output.detach())
         return twin
 
-    monkeypatch.setattr(changed.Tie, "__call__", cut)
+    monkeypatch.setattr(parameter_changes.Tie, "__call__", cut)
     with pytest.raises(AssertionError, match=KIND):
         proven(threads, told("transformer.h.*.mlp tie()"), BATCHES)
 

@@ -129,25 +129,25 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_another_state_gives_other_losses(tmp_path: Path) -> None:
     """Each thing that a run goes on from counts: without it the losses are others."""
-    from schedlang.runtime.checkpointing import position
+    from schedlang.runtime.checkpointing import data_position
 
     whole = run(1, None, tmp_path / "whole", 8)
     for name in ("generators", "taken", "scheduler"):
         folder, heard = tmp_path / name, tmp_path / f"heard {name}"
         run(1, folder, heard, 3)
         resumed = trainer(folder, heard, 8)
-        go_to = position.Stream.go_to
+        go_to = data_position.BatchStream.restore
 
         def other(self: Any, told: Any, name: str = name, go_to: Any = go_to) -> None:
             changed = {"taken": 0} if name == "taken" else {}
             if name == "generators":
-                changed = {"generators": position.generators(self.data)}
+                changed = {"generators": data_position.generator_states(self.data)}
             go_to(self, {**told, **changed})
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(position.Stream, "go_to", other)
+            patched.setattr(data_position.BatchStream, "restore", other)
             if name == "scheduler":
-                patched.setattr(position, "scheduled_on", lambda *_: None)
+                patched.setattr(data_position, "restore_scheduler", lambda *_: None)
             resumed.fit()
         assert Heard(heard).losses != whole, name
 
@@ -270,7 +270,7 @@ def test_a_full_disk_ends_the_run_at_the_next_save(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(archive, "write", full)
+    monkeypatch.setattr(archive, "write_file", full)
     assert "No space left" in refused("S631", folder=tmp_path / "a", steps=9)
     last = schedlang.last_checkpoint(tmp_path / "a")
     assert last is not None and last.name == "step-00000003"

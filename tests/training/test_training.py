@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.trials import _collect_calls
+from schedlang.passes.verify.kernel_trials import _collect_calls
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.training import Training
+from schedlang.runtime.training_mode import TrainingMode
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -57,13 +57,13 @@ def test_a_program_keeps_the_flags() -> None:
 def test_flags_come_back() -> None:
     """A model all in eval trains as a whole; one set by hand, before or later, stays as set."""
     whole = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
-    Training(whole).on()
+    TrainingMode(whole).train()
     assert all(module.training for module in whole.modules())
-    switch = Training(whole)
+    switch = TrainingMode(whole)
     whole[1].eval()
-    switch.off()
+    switch.evaluate()
     assert not any(module.training for module in whole.modules())
-    switch.on()
+    switch.train()
     assert whole.training and whole[0].training and not whole[1].training
 
 

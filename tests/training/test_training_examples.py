@@ -86,7 +86,7 @@ def test_pretraining_goes_on(tmp_path: Path) -> None:
     losses of twenty; packed rows keep their texts apart."""
     whole = run_ranks(4, _played, "pretrain", str(tmp_path / "whole"), "20")[0]
     run_ranks(4, _stopped, str(tmp_path / "saved"))
-    assert archive.beside(tmp_path / "saved") is not None
+    assert archive.read_beside(tmp_path / "saved") is not None
     rest = run_ranks(4, _played, "pretrain", str(tmp_path / "saved"), "20")[0]
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 10}
     assert losses(whole).keys() == {5, 10, 15, 20}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.waiting import Waiting
+from schedlang.runtime.unbuilt_program import UnbuiltProgram
 from schedlang.schedule import Schedule, create_schedule
 from tests.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def test_built_at_the_first_batch() -> None:
 def test_what_waits_says_so() -> None:
     """Before the first batch nothing else is there, and the refusal says what to pass."""
     program = _schedule().build(loss=_loss)
-    assert isinstance(program, Waiting)
+    assert isinstance(program, UnbuiltProgram)
     for ask in (lambda: program.module, lambda: program.state_dict(), lambda: program.grad_norm):
         with pytest.raises(Refusal, match="batch=batch"):
             ask()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
-from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise, is_tensorwise
+from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise, is_tensorwise
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
 
@@ -120,6 +120,18 @@ class Mixed(torch.optim.Optimizer):
                 p.sub_(0.05 * p.grad * (p.norm() / p.grad.norm() if group["whole"] else 1.0))
 
 
+class Biased(torch.optim.Optimizer):
+    """Matrices by elements; the gradient of a vector is divided by its norm."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(0.05 * (p.grad / p.grad.norm() if p.dim() == 1 else p.grad))
+
+
 MAKE = {"muon": muon, "adafactor": adafactor, "lamb": Lamb, "shampoo": Shampoo, "mixed": Mixed}
 TP = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)\n"
 
@@ -136,7 +148,7 @@ def test_what_an_optimizer_looks_at() -> None:
     """Elements, tensors, or all of them, is found out by trying."""
     assert is_elementwise(adamw) and is_tensorwise(adamw)
     for name, make in MAKE.items():
-        dims = {"blocks.0.up.weight": 2, "embed.weight": 2} if name == "mixed" else MADE_UP
+        dims = {"blocks.0.up.weight": 2, "embed.weight": 2} if name == "mixed" else SAMPLE_DIMS
         assert not is_elementwise(make, dims) and is_tensorwise(make, dims)
     assert not is_elementwise(Together) and not is_tensorwise(Together)
 
@@ -261,3 +273,80 @@ def test_settings_by_place_are_refused(threads: Threads) -> None:
     plan = planned(Net().double(), rows, "pp=2")
     with pytest.raises(Refusal, match="S622.*`blocks.1.up.weight` follow"):
         threads.run(steps, 2, plan, BATCHES[:1], halves, None, {})
+
+
+class Sorts(nn.Module):
+    """Two layers with biases, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A mean of squares."""
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def _scheduled(make: Any, rates: Any) -> Any:
+    """The parameters that a plain loop leaves."""
+    model = Sorts()
+    optimizer = make(model.named_parameters())
+    scheduler = rates(optimizer)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        model(**batch).backward()
+        optimizer.step()
+        scheduler.step()
+    return model.state_dict()
+
+
+def test_a_vector_that_is_looked_at_whole(threads: Threads) -> None:
+    """Matrices are stepped on by elements, biases are not: it is found by trying both."""
+    rows = "blocks.0 shard(col, output=R, over=tp)"
+
+    def body() -> Any:
+        program = build(planned(Sorts(), rows, "tp=2"), BATCHES[0], optimizer=Biased)
+        for batch in BATCHES:
+            program.train_step(batch)
+        return program.state_dict()
+
+    def always(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    found = threads.run(body, 2)[0]
+    for name, value in _scheduled(Biased, always).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_of_other_stages_keep_their_places(threads: Threads) -> None:
+    """A scheduler with a number for each group fits on a stage that has some of them."""
+
+    def by_sort(named: Named) -> torch.optim.Optimizer:
+        held: dict[str, list[nn.Parameter]] = {"head": [], "blocks.0": [], "blocks.1": []}
+        for name, p in named:
+            held[next(key for key in held if name.startswith(key))].append(p)
+        return torch.optim.SGD([{"params": some} for some in held.values() if some], lr=0.1)
+
+    def rates(optimizer: torch.optim.Optimizer) -> Any:
+        each = [lambda step, by=by: by**step for by in (0.3, 0.6, 0.9)]
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, each)
+
+    def body() -> Any:
+        rows = 'blocks pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+        program = build(planned(Sorts(), rows, "pp=2"), BATCHES[0], optimizer=by_sort)
+        assert program.optimizer is not None
+        scheduler = rates(program.optimizer)
+        for batch in BATCHES:
+            program.train_step(batch)
+            scheduler.step()
+        return program.state_dict()
+
+    found = threads.run(body, 2)[0]
+    for name, value in _scheduled(by_sort, rates).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)

@@ -16,8 +16,8 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.simulate.traffic import collectives
-from schedlang.runtime.grad_reduction.zero import packed, unpacked
+from schedlang.passes.simulate.traffic import list_collectives
+from schedlang.runtime.grad_reduction.zero import pack_flags, unpack_counts
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
@@ -113,7 +113,7 @@ def test_bytes_of_the_stages(pool: Pool, stage: int, times: int) -> None:
         moved = sum(one.moved for one in sent)
         assert wanted <= moved <= wanted * 1.02  # a number more for each parameter that is summed
     made = prepare(plan, _batch(4))
-    told = collectives(plan, made, _batch(4))
+    told = list_collectives(plan, made, _batch(4))
     rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     sent = (one for one in told if one.what != "loss and gradient norm")
     bytes_ = sum(one.bytes * one.count * rounds[one.kind] for one in sent)
@@ -317,9 +317,9 @@ def test_which_parameters_ranks_used_is_counted_exactly(world: int, dtype: torch
     parameter: also where all of a large world did."""
     flags = torch.rand(world, 69, generator=torch.Generator().manual_seed(world)).round().int()
     flags[:, 0], flags[:, 1] = 0, 1
-    total = sum(torch.tensor(packed(one.tolist(), world, dtype), dtype=dtype) for one in flags)
+    total = sum(torch.tensor(pack_flags(one.tolist(), world, dtype), dtype=dtype) for one in flags)
     assert isinstance(total, torch.Tensor) and len(total) <= -(-69 // (24 // world.bit_length()))
-    assert unpacked(total.tolist(), 69, world, dtype) == flags.sum(0).tolist()
+    assert unpack_counts(total.tolist(), 69, world, dtype) == flags.sum(0).tolist()
 
 
 def test_a_profiler_sees_the_marks_of_fully_shard() -> None:

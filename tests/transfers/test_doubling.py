@@ -12,12 +12,18 @@ from hypothesis import given, settings
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Uneven
-from schedlang.runtime.checkpointing.holding import Holding, put, rounds, rounds_of, take
+from schedlang.runtime.checkpointing.holdings import (
+    Holding,
+    rounds_of,
+    shard_of,
+    sharding_rounds,
+    write_shard,
+)
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
-from schedlang.runtime.redistribution.carry import follow
-from schedlang.runtime.redistribution.route import TensorLayout, kinds_of, route
-from schedlang.runtime.redistribution.sharding import everywhere
+from schedlang.runtime.redistribution.execution import redistribute_by_route
+from schedlang.runtime.redistribution.route import TensorLayout, find_route, group_by_layout
+from schedlang.runtime.redistribution.sharding import replicate_on
 from tests.engine import Threads
 from tests.transfers.test_route import SHAPES, Side, dtype_of, fewest, sides, value
 
@@ -34,15 +40,17 @@ def gathered(side: Side, bucket: int) -> Any:
     for k, one in enumerate(side.holdings):
         known = value(k, one.layout.shape)
         made[one.name] = torch.zeros_like(known)
-        if one.held(side.mesh, rank):
-            put(take(known, one, side.mesh, rank), made[one.name], one, side.mesh, rank)
+        if one.is_held(side.mesh, rank):
+            write_shard(shard_of(known, one, side.mesh, rank), made[one.name], one, side.mesh, rank)
     source = {
         one.name: TensorLayout(one.sharding(side.mesh), dtype_of(k).itemsize)
         for k, one in enumerate(side.holdings)
     }
     sizes = tuple(side.mesh.sizes.values())
     whole = made.__getitem__
-    done = [follow(one, whole, whole, bucket, HOST) for one in rounds_of(source, sizes)]
+    done = [
+        redistribute_by_route(one, whole, whole, bucket, HOST) for one in rounds_of(source, sizes)
+    ]
     right = all(
         torch.equal(made[one.name], value(k, one.layout.shape))
         for k, one in enumerate(side.holdings)
@@ -95,15 +103,17 @@ def test_messages_of_many_ranks(name: str, stage: int | None) -> None:
     if stage is not None and "pp" in sliced:
         pytest.skip("slices over stages are of one stage each")
     one, world = lying(MANY, layout, sliced, stage), MANY.world
-    steps = rounds(one.sharding, tuple(MANY.sizes.values()), {})
+    steps = sharding_rounds(one.sharding, tuple(MANY.sizes.values()), {})
     assert len(steps) == 12 and len({id(step) for step in steps}) <= 11
-    every = everywhere(layout.shape, range(world), world)
-    direct = route(kinds_of({"t": one}, {"t": TensorLayout(every, 4)}), world)
+    every = replicate_on(layout.shape, range(world), world)
+    direct = find_route(group_by_layout({"t": one}, {"t": TensorLayout(every, 4)}), world)
     received, messages = np.zeros(world, np.int64), np.zeros(world, np.int64)
     for before, after in zip(steps, steps[1:]):
         if before is not after:
-            found = route(
-                kinds_of({"t": TensorLayout(before, 4)}, {"t": TensorLayout(after, 4)}), world, True
+            found = find_route(
+                group_by_layout({"t": TensorLayout(before, 4)}, {"t": TensorLayout(after, 4)}),
+                world,
+                True,
             )
             received += found.received
             messages += np.bincount(found.pairs[0], minlength=world)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from schedlang.passes.lower.build import build
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.collectives import on_ranks
+from schedlang.runtime.comm.collectives import enter_given_ranks
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.transfer.transfer import transfer
 from tests.engine import Threads
 from tests.layouts import LAYOUTS, adamw, equal, ids, plan_of, seen
@@ -33,13 +33,13 @@ def program_on(ranks: Sequence[int], name: str, fresh: bool = False) -> Any:
                 tensor.uniform_()
     if world.rank() not in ranks:
         return None
-    with on_ranks(ranks):
+    with enter_given_ranks(ranks):
         return build(plan_of(name, model), ids(0), optimizer=adamw, clip=1.0)
 
 
 def handed(ours: list[int], theirs: list[int], one: str, other: str) -> Any:
     """Losses of a trained program, and the state of both ends after a transfer."""
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         return handed_on(ours, theirs, one, other)
 
 

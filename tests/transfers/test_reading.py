@@ -19,7 +19,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.checkpointing import boxes
 from schedlang.runtime.checkpointing.index import read_index
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
 from tests.engine import Threads
 from tests.layouts import equal, ids, last, program_under, seen
 from tests.models import gpt2, llama
@@ -56,10 +56,10 @@ def loading(name: str, folder: str) -> Any:
     program.load(folder)
     held = list(program.assembly.parameters.values())
     state = program.optimizer.state if program.optimizer is not None else {}
-    size = sum(local(p).nbytes for p in held)
+    size = sum(local_tensor(p).nbytes for p in held)
     for p in held:
-        own = (local(v) for v in state[p].values())
-        size += sum(v.nbytes for v in own if v.shape == local(p).shape)
+        own = (local_tensor(v) for v in state[p].values())
+        size += sum(v.nbytes for v in own if v.shape == local_tensor(p).shape)
     return seen(program), size
 
 
@@ -78,7 +78,7 @@ def test_no_more_is_read_than_is_held(
     """A box that is cut between ranks is read by one of them, and each rank has all of its part."""
     saved = threads.run(saving, world_of(one), one, str(tmp_path))[0]
     counted(monkeypatch)
-    monkeypatch.setattr(boxes, "ALIVE", alive)
+    monkeypatch.setattr(boxes, "LIVE_BYTES", alive)
     found = threads.run(loading, world_of(other), other, str(tmp_path))
     for state, _ in found:
         equal(state["state"], saved["state"])

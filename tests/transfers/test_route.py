@@ -16,20 +16,26 @@ from hypothesis import strategies as st
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Uneven
-from schedlang.runtime.checkpointing.holding import Holding, take
+from schedlang.runtime.checkpointing.holdings import Holding, shard_of
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
-from schedlang.runtime.redistribution.carry import AT_ONCE, carry
-from schedlang.runtime.redistribution.route import Kind, TensorLayout, Uncovered, kinds_of, route
+from schedlang.runtime.redistribution.execution import MAX_IN_FLIGHT, execute_route
+from schedlang.runtime.redistribution.route import (
+    LayoutPair,
+    TensorLayout,
+    UncoveredElements,
+    find_route,
+    group_by_layout,
+)
 from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
-    Parts,
-    box_part,
-    count,
-    everywhere,
+    SliceArray,
+    box_slice,
+    count_elements,
+    full_slice,
+    overlap_sizes,
     overlaps,
-    volumes,
-    whole,
+    replicate_on,
 )
 from tests.engine import Threads
 
@@ -105,20 +111,20 @@ def test_where_parts_lie(side: Side) -> None:
     (one,) = side.holdings
     found = one.sharding(side.mesh)
     for rank in range(side.mesh.world):
-        held = one.held(side.mesh, rank)
-        assert (found.of[rank] != NOWHERE) == held
+        held = one.is_held(side.mesh, rank)
+        assert (found.part_of_rank[rank] != NOWHERE) == held
         if held:
-            assert found.parts[int(found.of[rank])] == one.part(side.mesh, rank)
+            assert found.parts[int(found.part_of_rank[rank])] == one.part(side.mesh, rank)
     parts = list(found.parts)
     assert len(set(parts)) == len(parts)
-    assert list(Parts.of(parts, len(one.layout.shape))) == parts
-    assert found.sizes.tolist() == [count(part) for part in parts]
-    boxes = [box for part in parts for box in overlaps(part, whole(one.layout.shape))]
+    assert list(SliceArray.from_slices(parts, len(one.layout.shape))) == parts
+    assert found.sizes.tolist() == [count_elements(part) for part in parts]
+    boxes = [box for part in parts for box in overlaps(part, full_slice(one.layout.shape))]
     if boxes and one.layout.shape:
         rows = np.array([[box.there, box.size] for box in boxes])
-        made = Parts.boxes(rows[:, 0], rows[:, 1])
-        assert list(made) == [box_part(box.there, box.size) for box in boxes]
-        common = volumes(made, found.parts)
+        made = SliceArray.from_boxes(rows[:, 0], rows[:, 1])
+        assert list(made) == [box_slice(box.there, box.size) for box in boxes]
+        common = overlap_sizes(made, found.parts)
         assert (common.sum(0) == found.sizes).all()
         assert common.sum(1).tolist() == [math.prod(box.size) for box in boxes]
 
@@ -152,16 +158,16 @@ def carried(a: Side, b: Side, world: int, bucket: int) -> Any:
         place = rank - side.first
         found = {}
         for k, one in enumerate(side.holdings):
-            if one.held(side.mesh, place):
+            if one.is_held(side.mesh, place):
                 whole = value(k, one.layout.shape)
-                part = take(whole, one, side.mesh, place)
+                part = shard_of(whole, one, side.mesh, place)
                 found[one.name] = torch.zeros_like(part) if blank else part
         return found
 
-    found = route(kinds_of(lying(a, world), lying(b, world)), world)
+    found = find_route(group_by_layout(lying(a, world), lying(b, world)), world)
     source, target = parts(a, False), parts(b, True)
-    group = comm.here().made([tuple(range(world))], "transfer")
-    done = carry(found, rank, source.get, target.get, bucket, group, HOST)  # type: ignore[arg-type]
+    group = comm.current_world().make_group([tuple(range(world))], "transfer")
+    done = execute_route(found, rank, source.get, target.get, bucket, group, HOST)  # type: ignore[arg-type]
     wanted = parts(b, False)
     right = all(torch.equal(target[name], wanted[name]) for name in wanted)
     return right, done, found.sent[rank], found.received[rank], int(found.bytes.sum())
@@ -182,11 +188,11 @@ def fewest(a: Side, b: Side) -> int:
     for k, (one, other) in enumerate(zip(a.holdings, b.holdings)):
         for rank in b.ranks():
             place, at = rank - b.first, rank - a.first
-            if not other.held(b.mesh, place):
+            if not other.is_held(b.mesh, place):
                 continue
             wanted = torch.zeros(one.layout.shape, dtype=torch.bool)
             fill(wanted, other, b.mesh, place, True)
-            if rank in a.ranks() and one.held(a.mesh, at):
+            if rank in a.ranks() and one.is_held(a.mesh, at):
                 fill(wanted, one, a.mesh, at, False)
             total += int(wanted.sum()) * dtype_of(k).itemsize
     return total
@@ -203,7 +209,7 @@ def test_between_drawn_layouts(case: tuple[Side, Side], bucket: int, threads: Th
     for right, done, sent, received, total in found:
         assert right
         assert (done.sent, done.received) == (sent, received)
-        assert done.most <= 2 * AT_ONCE * bucket
+        assert done.most <= 2 * MAX_IN_FLIGHT * bucket
         assert total == bound
     assert sum(done.sent for _, done, *_ in found) == bound
 
@@ -216,7 +222,7 @@ def test_copies_share_the_sending(case: tuple[Side, Side]) -> None:
     world = max(a.ranks().stop, b.ranks().stop)
     source, target = lying(a, world), lying(b, world)
     for name, one in source.items():
-        found = route(kinds_of({name: one}, {name: target[name]}), world)
+        found = find_route(group_by_layout({name: one}, {name: target[name]}), world)
         for holders in one.sharding.holders:
             sent = found.sent[holders] // one.itemsize
             assert len(sent) == 0 or sent.max() - sent.min() <= 1
@@ -225,12 +231,12 @@ def test_copies_share_the_sending(case: tuple[Side, Side]) -> None:
 def test_nested_copies_are_level() -> None:
     """What fewer ranks hold is dealt first, and what all hold fills up the others."""
     world, shape = 12, (1 << 12,)
-    target = everywhere(shape, range(8, 12), world)
+    target = replicate_on(shape, range(8, 12), world)
     kinds = [
-        Kind((f"t{k}",), everywhere(shape, range(count), world), target, 4)
+        LayoutPair((f"t{k}",), replicate_on(shape, range(count), world), target, 4)
         for k, count in enumerate((8, 2, 1, 4))
     ]
-    sent = route(kinds, world).sent[:8]
+    sent = find_route(kinds, world).sent[:8]
     one = math.prod(shape) * 4 * 4  # bytes of a tensor for all four
     assert sent.sum() == 4 * one
     assert (sent[:2] == one).all() or sent[:4].max() <= one
@@ -248,7 +254,10 @@ def test_alike_tensors_are_one_kind() -> None:
             for k in range(layers)
         }
 
-    rows = [len(route(kinds_of(side(n, ("dp",)), side(n, ())), world).kind) for n in (1, 10, 100)]
+    rows = [
+        len(find_route(group_by_layout(side(n, ("dp",)), side(n, ())), world).kind)
+        for n in (1, 10, 100)
+    ]
     assert len(set(rows)) == 1
 
 
@@ -256,12 +265,12 @@ def test_parts_that_nobody_holds() -> None:
     """Half of a tensor on no rank is no layout; nor are parts that overlap."""
     mesh = Mesh((("tp", 2),))
     split = Holding("t", Layout.whole((8,)).split("tp", 0)).sharding(mesh)
-    target = everywhere((8,), [0, 1, 2], 3)
+    target = replicate_on((8,), [0, 1, 2], 3)
     for of, gone in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
-        parts = Parts.of((*split.parts, (((0, 2, 4),),)), 1)
+        parts = SliceArray.from_slices((*split.parts, (((0, 2, 4),),)), 1)
         sharding = type(split)((8,), parts, of)
-        with pytest.raises(Uncovered) as caught:
-            route([Kind(("t",), sharding, target, 4)], 3)
+        with pytest.raises(UncoveredElements) as caught:
+            find_route([LayoutPair(("t",), sharding, target, 4)], 3)
         assert caught.value.missing == gone
 
 
@@ -271,4 +280,4 @@ def test_a_rank_alone_sends_nothing() -> None:
         if sliced and "dp" not in mesh.sizes:
             continue
         one = TensorLayout(Holding("t", Layout.whole((9, 4)), sliced).sharding(mesh), 8)
-        assert route(kinds_of({"t": one}, {"t": one}), mesh.world).bytes.sum() == 0
+        assert find_route(group_by_layout({"t": one}, {"t": one}), mesh.world).bytes.sum() == 0

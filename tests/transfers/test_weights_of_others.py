@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.initial.stored import Leaf, Stored, read_box
-from schedlang.runtime.initial.weights import INDEX, Files, Room, files_of
+from schedlang.runtime.initial.lazy_tensors import FileTensor, LazyTensor, read_box
+from schedlang.runtime.initial.weight_files import INDEX, TargetPart, WeightFiles, files_of
 from schedlang.runtime.launch.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -45,7 +45,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Open(Leaf):
+class _Open(FileTensor):
     """A tensor that is in no file: what is read of it is noted."""
 
     def read(self, box: Any) -> Tensor:
@@ -61,10 +61,10 @@ def _count(box: Any) -> int:
     return total
 
 
-def _noted(data: Tensor) -> tuple[Stored, dict[Any, Any]]:
+def _noted(data: Tensor) -> tuple[LazyTensor, dict[Any, Any]]:
     seen: dict[Any, Any] = {"data": data}
     leaf = _Open(Path("x"), "x", "F64", tuple(data.shape), seen)
-    return Stored(leaf.read, data.shape, data.dtype, (leaf,)), seen
+    return LazyTensor(leaf.read, data.shape, data.dtype, (leaf,)), seen
 
 
 @settings(deadline=None, max_examples=300)
@@ -83,7 +83,7 @@ def test_any_box_after_any_operators(names: list[str], shape: list[int], random:
         except (RuntimeError, IndexError, ValueError):
             continue  # not of this shape
         lazy = OPERATORS[name](lazy)  # type: ignore[assignment]
-    assert isinstance(lazy, Stored) and lazy.shape == real.shape and lazy.dtype == real.dtype
+    assert isinstance(lazy, LazyTensor) and lazy.shape == real.shape and lazy.dtype == real.dtype
     ends = [sorted(random.sample(range(size + 1), 2)) if size else (0, 0) for size in real.shape]
     corner, size = [low for low, _ in ends], [high - low for low, high in ends]
     assert torch.equal(
@@ -100,7 +100,7 @@ def test_nothing_beside_a_box_is_read(name: str) -> None:
     real = torch.arange(4 * 6 * 8, dtype=torch.float64).reshape(4, 6, 8)
     lazy, seen = _noted(real)
     made = OPERATORS[name](lazy)
-    assert isinstance(made, Stored)
+    assert isinstance(made, LazyTensor)
     read_box(made, [0] * made.ndim, [1] * made.ndim)
     assert seen["read"] <= {"flat": 48, "merged": 8, "heads": 24}.get(name, 1)
 
@@ -129,7 +129,7 @@ def _made(kind: str) -> Any:
     return getattr(transformers, f"{kind}{HEADS.get(kind, 'ForCausalLM')}")(config)
 
 
-def _rooms(model: nn.Module, cut: int) -> list[Room]:
+def _rooms(model: nn.Module, cut: int) -> list[TargetPart]:
     """The second half of each parameter along a dim that is `cut` from the last."""
     found = []
     for name, whole in model.named_parameters():
@@ -137,19 +137,21 @@ def _rooms(model: nn.Module, cut: int) -> list[Room]:
         if whole.ndim > cut and (size := whole.shape[-1 - cut]) % 2 == 0:
             cells[-1 - cut] = ((0, size // 2, size // 2),)
         shape = [sum(n for *_, n in runs) for runs in cells]
-        found.append(Room((name,), whole, torch.zeros(shape, dtype=whole.dtype), tuple(cells)))
+        found.append(
+            TargetPart((name,), whole, torch.zeros(shape, dtype=whole.dtype), tuple(cells))
+        )
     return found
 
 
-def _read_bytes(files: Files, patch: pytest.MonkeyPatch) -> list[int]:
-    plain, seen = Leaf.read, [0]
+def _read_bytes(files: WeightFiles, patch: pytest.MonkeyPatch) -> list[int]:
+    plain, seen = FileTensor.read, [0]
 
-    def read(self: Leaf, box: Any) -> Tensor:
+    def read(self: FileTensor, box: Any) -> Tensor:
         found = plain(self, box)
         seen[0] += found.nbytes
         return found
 
-    patch.setattr(Leaf, "read", read)
+    patch.setattr(FileTensor, "read", read)
     return seen
 
 

@@ -14,10 +14,10 @@ from schedlang.language.syntax import parse, read
 from schedlang.passes.simulate.machine import (
     CLUSTERS,
     GIB,
-    changed,
     cluster_named,
     cluster_of,
     read_machines,
+    with_figures,
 )
 
 LARGE = 8e9  # bytes
@@ -43,7 +43,7 @@ def test_large_messages_go_as_fast_as_measured(
 ) -> None:
     """Bandwidth of the bus within 5 % of published measurements."""
     share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
-    told = share * LARGE / CLUSTERS[name].collective(op, LARGE, ranks, 1)
+    told = share * LARGE / CLUSTERS[name].collective_seconds(op, LARGE, ranks, 1)
     assert told == pytest.approx(measured * 1e9, rel=0.05)
 
 
@@ -56,14 +56,16 @@ MEDIUM = {20: 27.8, 21: 40.7, 22: 53.2, 23: 81.2, 24: 121.3, 25: 195.4, 27: 700.
 @pytest.mark.parametrize("power", MEDIUM)
 def test_medium_messages_go_about_as_fast_as_measured(power: int) -> None:
     """From one MiB to 128 within 17 %: 5 % in the mean."""
-    told = replace(CLUSTERS["h100"], reducing=0.0).collective("all_reduce", 2.0**power, 8, 1)
+    told = replace(CLUSTERS["h100"], reducing=0.0).collective_seconds(
+        "all_reduce", 2.0**power, 8, 1
+    )
     assert told == pytest.approx(MEDIUM[power] * 1e-6, rel=0.18)
 
 
 def test_four_adapters_of_a_node_carry_what_was_measured() -> None:
     """Three nodes of 8 A100 and 4 adapters of 200 Gbit/s: 96 GB/s (NVIDIA/nccl-tests #119)."""
     half = replace(CLUSTERS["a100"], network=12.5e9)
-    told = 2 * 23 / 24 * LARGE / half.collective("all_reduce", LARGE, 24, 1)
+    told = 2 * 23 / 24 * LARGE / half.collective_seconds("all_reduce", LARGE, 24, 1)
     assert told == pytest.approx(96e9, rel=0.05)
 
 
@@ -82,8 +84,8 @@ def test_more_bytes_take_longer_and_none_less_than_the_wires_need(
     """Monotonic in bytes; what leaves a rank goes through its link, or its way to other nodes."""
     cluster = CLUSTERS[name]
     size = 2**power
-    took = cluster.collective(op, size, ranks, stride)
-    assert took <= cluster.collective(op, size * 2**more, ranks, stride) * (1 + 1e-12)
+    took = cluster.collective_seconds(op, size, ranks, stride)
+    assert took <= cluster.collective_seconds(op, size * 2**more, ranks, stride) * (1 + 1e-12)
     sends = {"broadcast": 1.0, "send": 1.0, "all_reduce": 1.0}.get(op, (ranks - 1) / ranks)
     assert took >= sends * size / cluster.link * (1 - 1e-12)
 
@@ -93,16 +95,16 @@ def test_more_bytes_take_longer_and_none_less_than_the_wires_need(
 def test_small_messages_are_latency(name: str, ranks: int) -> None:
     """A message of 8 bytes takes as long as one of 1024, and longer between more nodes."""
     for op in OPS:
-        few, many = (CLUSTERS[name].collective(op, size, ranks, 1) for size in (8, 1024))
+        few, many = (CLUSTERS[name].collective_seconds(op, size, ranks, 1) for size in (8, 1024))
         assert few > 5e-6 and many == pytest.approx(few, rel=0.05)
-        assert few <= CLUSTERS[name].collective(op, 8, 2 * ranks, 1)
+        assert few <= CLUSTERS[name].collective_seconds(op, 8, 2 * ranks, 1)
 
 
 def test_all_to_all_leaves_its_node_by_its_ranks_own_way() -> None:
     """Two nodes of 8: half of what a rank sends goes to the other one, by one adapter."""
     for name in ("h100", "mi300x"):
         one = CLUSTERS[name]
-        took = one.collective("all_to_all", LARGE, 16, 1)
+        took = one.collective_seconds("all_to_all", LARGE, 16, 1)
         assert took == pytest.approx(LARGE / 2 / (one.network * one.routed), rel=0.01)
 
 
@@ -110,15 +112,22 @@ def test_operators_reach_what_was_measured() -> None:
     """A large product reaches its share of the peak; an operator without work takes its start."""
     one = CLUSTERS["a100"]
     large = 2 * 16384**3
-    assert large / one.operator("product", large, 0) == pytest.approx(267.9e12, rel=0.01)
-    assert large / one.operator("attention", large, 0) == pytest.approx(0.65 * 312e12, rel=0.01)
-    assert one.operator("other", 0, 2039e9) == pytest.approx(1 / one.streaming, rel=1e-3)
-    assert one.operator("other", 0, 0) == one.operator("product", 0, 0) == one.start == 3.8e-6
+    assert large / one.operator_seconds("product", large, 0) == pytest.approx(267.9e12, rel=0.01)
+    assert large / one.operator_seconds("attention", large, 0) == pytest.approx(
+        0.65 * 312e12, rel=0.01
+    )
+    assert one.operator_seconds("other", 0, 2039e9) == pytest.approx(1 / one.streaming, rel=1e-3)
+    assert (
+        one.operator_seconds("other", 0, 0)
+        == one.operator_seconds("product", 0, 0)
+        == one.start
+        == 3.8e-6
+    )
     slow = replace(one, ramp=1.0)
-    assert slow.operator("product", 267.9e12, 0) == pytest.approx(2, rel=1e-3)
-    assert slow.operator("other", 0, 0) == one.start
-    fast = changed(one, speed=1e12)
-    assert fast.operator("product", 1e12, 0) == pytest.approx(1, rel=1e-3)
+    assert slow.operator_seconds("product", 267.9e12, 0) == pytest.approx(2, rel=1e-3)
+    assert slow.operator_seconds("other", 0, 0) == one.start
+    fast = with_figures(one, speed=1e12)
+    assert fast.operator_seconds("product", 1e12, 0) == pytest.approx(1, rel=1e-3)
 
 
 MINE = "[Mine]\nspeed = 1e12\nstream = 1e11\nlink = 1e10\nnetwork = 1e9\nnode = 4\n"

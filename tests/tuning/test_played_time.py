@@ -14,13 +14,13 @@ from torch import nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate.account import account
-from schedlang.passes.simulate.machine import CLUSTERS, Cluster, changed, cluster_named
-from schedlang.passes.simulate.rehearse import rehearse
-from schedlang.passes.simulate.step_time import StepTime, step_time
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster, cluster_named, with_figures
+from schedlang.passes.simulate.simulated_ranks import simulate_ranks
+from schedlang.passes.simulate.step_time import StepTime, time_step
 from schedlang.runtime import batch as parts
-from schedlang.runtime import played, step_batch
-from schedlang.runtime.offload.saved_tensors import everything_moves
-from schedlang.runtime.storage.footprint import Footprint, Message, Work
+from schedlang.runtime import dry_run, step_batch
+from schedlang.runtime.offload.offloaded_activations import offload_all_sizes
+from schedlang.runtime.storage.footprint import Footprint, SegmentWork, TrafficMessage
 from tests.proofs import planned
 
 WIDTH, ROWS, LAYERS = 32, 48, 4
@@ -72,8 +72,10 @@ BATCH = {"ids": torch.zeros(ROWS, dtype=torch.long)}
 def times(plan: Plan, cluster: Cluster, rows: int = ROWS) -> StepTime:
     """The step of a plan for the net above."""
     batch = {"ids": torch.zeros(rows, dtype=torch.long)}
-    prepared = prepare(plan, parts.sample_of(batch, plan.shares, plan.micro), loss)
-    return step_time(plan, prepared, rehearse(plan, batch, loss, prepared, works=True), cluster)
+    prepared = prepare(plan, parts.largest_part(batch, plan.shares, plan.micro), loss)
+    return time_step(
+        plan, prepared, simulate_ranks(plan, batch, loss, prepared, works=True), cluster
+    )
 
 
 def test_an_operator_is_counted_once_and_a_view_is_not() -> None:
@@ -106,9 +108,9 @@ def test_attention_counts_both_its_products() -> None:
 
 def test_operators_take_operations_or_bytes_whatever_is_longer() -> None:
     """The roofline: 100 operations a second, 10 bytes a second."""
-    machine = changed(COMPUTES, speed=100.0, stream=10.0)
-    assert machine.computing(Work(Counter({("product", 200.0, 5): 3}))) == 6.0
-    assert machine.computing(Work(Counter({("product", 200.0, 50): 3}))) == 15.0
+    machine = with_figures(COMPUTES, speed=100.0, stream=10.0)
+    assert machine.computing_seconds(SegmentWork(Counter({("product", 200.0, 5): 3}))) == 6.0
+    assert machine.computing_seconds(SegmentWork(Counter({("product", 200.0, 50): 3}))) == 15.0
 
 
 def test_a_step_computes_three_forwards() -> None:
@@ -147,7 +149,7 @@ def test_sums_of_a_split_block_are_waited_for() -> None:
 
 def test_sums_of_gradients_hide_where_a_row_lets_them() -> None:
     """Two stages on each rank: the sums of one run beside the backwards of the other."""
-    machine = changed(SENDS, speed=1e9, link=1e8)
+    machine = with_figures(SENDS, speed=1e9, link=1e8)
     cut = "blocks  pipeline_split(over=pp)\nzero(stage=0, over=dp)\n"
     rows = cut + 'pipeline(order="Interleaved1F1B", micro=2, chunks=2)'
     late = times(planned(Net(8), rows, "dp=2, pp=2"), machine)
@@ -160,7 +162,7 @@ def test_sums_of_gradients_hide_where_a_row_lets_them() -> None:
 def test_a_cluster_hides_a_share_of_what_runs_beside() -> None:
     """Parameters are gathered beside the computing: wholly, not at all, or by half."""
     plan = planned(Net(), "zero(stage=3, over=dp)", "dp=2")
-    machine = changed(SENDS, speed=1e9, link=1e8)
+    machine = with_figures(SENDS, speed=1e9, link=1e8)
     whole, half, none = (times(plan, replace(machine, overlap=k)).sending for k in (1.0, 0.5, 0.0))
     assert whole < none
     assert half == pytest.approx((whole + none) / 2)
@@ -169,14 +171,14 @@ def test_a_cluster_hides_a_share_of_what_runs_beside() -> None:
 def test_operators_of_passes_have_starts_and_those_of_the_update_none() -> None:
     """One second each, of what runs in forwards and backwards."""
     plan = planned(Net(), "zero(stage=0, over=dp)", "dp=1")
-    prepared = prepare(plan, parts.sample_of(BATCH, plan.shares, plan.micro), loss)
-    played = rehearse(plan, BATCH, loss, prepared, works=True)
-    (one,) = played.of.values()
+    prepared = prepare(plan, parts.largest_part(BATCH, plan.shares, plan.micro), loss)
+    played = simulate_ranks(plan, BATCH, loss, prepared, works=True)
+    (one,) = played.by_class.values()
     count = sum(run.work.operators.total() for runs in one.ops.values() for run in runs)
     assert any(run.work.operators for run in one.rest)
-    begun = step_time(plan, prepared, played, replace(COMPUTES, start=1.0))
+    begun = time_step(plan, prepared, played, replace(COMPUTES, start=1.0))
     assert begun.seconds == pytest.approx(
-        count + step_time(plan, prepared, played, COMPUTES).seconds
+        count + time_step(plan, prepared, played, COMPUTES).seconds
     )
 
 
@@ -184,13 +186,13 @@ def test_kinds_of_ranks_share_how_a_batch_is_dealt(monkeypatch: pytest.MonkeyPat
     """Two stages of two replicas deal it once; what is counted is what each counts by itself."""
     split_up = "blocks  pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
     plan = planned(Net(), split_up + 'pipeline(order="GPipe", micro=2)', "dp=2, pp=2")
-    prepared = prepare(plan, parts.sample_of(BATCH, plan.shares, plan.micro), loss)
-    split, play = Mock(wraps=parts.split), played.play
-    monkeypatch.setattr(step_batch, "split", split)
-    shared = rehearse(plan, BATCH, loss, prepared, works=True)
+    prepared = prepare(plan, parts.largest_part(BATCH, plan.shares, plan.micro), loss)
+    split, play = Mock(wraps=parts.split_batch), dry_run.dry_run
+    monkeypatch.setattr(step_batch, "split_batch", split)
+    shared = simulate_ranks(plan, BATCH, loss, prepared, works=True)
     assert split.call_count == 1
-    monkeypatch.setattr(played, "play", lambda *given: play(*given[:4]))
-    by_itself = rehearse(plan, BATCH, loss, prepared, works=True)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *given: play(*given[:4]))
+    by_itself = simulate_ranks(plan, BATCH, loss, prepared, works=True)
     assert repr(by_itself) == repr(shared)  # bytes by class are arrays
     assert split.call_count == 1 + 2 * 2
 
@@ -228,14 +230,17 @@ def test_model_and_data_parallelism_cross_where_they_send_alike(rows: int) -> No
 def test_rings_leave_a_node_by_all_its_ways() -> None:
     """Within a node the link; across, a way out for each rank that the fullest ring has there."""
     machine = Cluster("c", 1.0, 1.0, 100.0, 10.0, 4, 1)
-    assert machine.bandwidth(range(4)) == 100
-    assert machine.bandwidth(range(8)) == 40
-    assert machine.bandwidth((0, 4)) == 10
-    assert machine.bandwidth((0, 1, 4)) == 10
-    assert machine.sending(Message("all_reduce", tuple(range(8)), 800)) == 2 * 7 / 8 * 800 / 40
-    assert machine.sending(Message("all_gather", (0, 4), 800)) == 800 / 2 / 10
-    assert machine.sending(Message("send", (0, 4), 800, (0, 4))) == 80
-    assert machine.sending(Message("all_reduce", (3,), 800)) == 0
+    assert machine.ring_bandwidth(range(4)) == 100
+    assert machine.ring_bandwidth(range(8)) == 40
+    assert machine.ring_bandwidth((0, 4)) == 10
+    assert machine.ring_bandwidth((0, 1, 4)) == 10
+    assert (
+        machine.message_seconds(TrafficMessage("all_reduce", tuple(range(8)), 800))
+        == 2 * 7 / 8 * 800 / 40
+    )
+    assert machine.message_seconds(TrafficMessage("all_gather", (0, 4), 800)) == 800 / 2 / 10
+    assert machine.message_seconds(TrafficMessage("send", (0, 4), 800, (0, 4))) == 80
+    assert machine.message_seconds(TrafficMessage("all_reduce", (3,), 800)) == 0
 
 
 def test_clusters_are_known_by_name() -> None:
@@ -257,7 +262,7 @@ def test_activations_go_to_the_host_and_back() -> None:
     both = replace(COPIES, speed=COMPUTES.speed)
 
     def took(machine: Cluster) -> float:
-        with everything_moves():
+        with offload_all_sizes():
             return times(plan, machine).seconds
 
     assert took(COPIES) == pytest.approx(copied / 1e6)

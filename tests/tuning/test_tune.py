@@ -18,7 +18,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
-from schedlang.passes.autoshard.tune import settings_of
+from schedlang.passes.autoshard.knob_tuning import settings_of
 from schedlang.passes.simulate.machine import CLUSTERS
 
 MODEL = '''

@@ -59,7 +59,7 @@ def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.comm.collectives import listening
+    from schedlang.runtime.comm.collectives import listen_to_collectives
 
     plan = planned(text)
     program = build(plan, tokens(rows=16), optimizer=lambda n: torch.optim.AdamW(n, lr=1e-3))
@@ -78,7 +78,7 @@ def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list
     def listen(kind: str, group: Any, size: int) -> None:
         heard[(kind, group.axes, size)] += 1
 
-    with listening(listen), Calls():
+    with listen_to_collectives(listen), Calls():
         program.train_step(tokens(rows=16))
     held = program.assembly.parameters.values()
     state = program.optimizer.state.values() if program.optimizer else ()
@@ -118,12 +118,12 @@ def _kinds(heard: Mapping[Any, int]) -> Counter[Any]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_as_ranks_really_do(name: str) -> None:
-    """Bytes held, and collectives by kind, axes and bytes, are those of ranks that run a step."""
+    """Bytes held, and collectives by kind, axes and bytes, equal those of a step on real ranks."""
     text = SCHEDULES[name]
     plan = planned(text)
     told = account(plan, tokens(rows=16))
     for rank, (heard, called, held, place) in enumerate(run_ranks(plan.mesh.world, observed, text)):
-        mine = told.at(place)
+        mine = told.collectives_at(place)
         expected: Counter[Any] = Counter()
         for one in mine:
             if one.kind != "send" and (one.what not in OWN or one.phase == "step" and one.fqn):
@@ -168,7 +168,9 @@ def test_uneven_slices_are_classes() -> None:
     told = account(planned(MESH.format("dp=3", "  zero(stage=1, over=dp)\n")), tokens(rows=6))
     classes = told.classes or ()
     assert len(classes) > 1 and sum(one.ranks for one in classes) == 3
-    whole = sum(fact.numel for fact in planned(MESH.format("dp=1", "")).model.unique.values())
+    whole = sum(
+        fact.numel for fact in planned(MESH.format("dp=1", "")).model.unique_parameters.values()
+    )
     assert sum(one.ranks * one.elements for one in classes) == whole
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.verify.asked import Curve, asked, steps_of
+from schedlang.passes.verify.requirements import Curve, requirements_of, steps_of
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned
@@ -95,7 +95,7 @@ def test_all_rows_count_together() -> None:
     """The most steps, the tightest bound, every curve."""
     rows = "verify(train, steps=5)\nverify(backward, rtol=1e-3)\nverify(rtol=1e-2)\n"
     plan = planned(Small(), rows + "verify(loss, within=0.1, steps=9)\nverify(mode=eval)")
-    found = asked(plan)
+    found = requirements_of(plan)
     assert steps_of(plan) == 5 and found.evaluate
     assert found.rtol["gradients"] == 1e-3 and found.rtol["outputs"] == 1e-2
     assert found.curves == (Curve(0.1, 9, "rows.sched:7"),)
@@ -119,9 +119,9 @@ def test_what_makes_no_sense_is_refused(row: str, code: str) -> None:
 def test_bits_are_asked_of_exact_rows_only() -> None:
     """`exact` in the step of a row that rounds is refused and says what to do."""
     with pytest.raises(Refusal) as caught:
-        asked(planned(Small(), DP + "verify(exact)", "dp=2"))
+        requirements_of(planned(Small(), DP + "verify(exact)", "dp=2"))
     said = caught.value.render()
     assert "S709" in said and "into another step" in said
     fine: Any = planned(Small(), "verify(exact)")
-    assert asked(fine).exact == ("rows.sched:4",)
+    assert requirements_of(fine).exact == ("rows.sched:4",)
     assert _series(4, 1)

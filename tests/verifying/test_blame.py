@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.passes.localize.blame import blame, trials_of
+from schedlang.passes.localize.blame import find_rows, plan_trials
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.observe import Condition, Observation
 from schedlang.report import Report, Row
@@ -30,7 +30,7 @@ from tests.zoo.tensor import bias_on_every_rank
 def test_a_single_row_is_found_in_few_runs(count: int, data: st.DataObject) -> None:
     """One bad row among n is named with about log2(n) runs."""
     bad = data.draw(st.integers(0, count - 1))
-    found = blame(range(count), lambda rows: bad in rows)
+    found = find_rows(range(count), lambda rows: bad in rows)
     assert found.rows == (bad,) and found.prefix == bad + 1
     assert found.runs <= math.ceil(math.log2(count)) + 2
 
@@ -39,7 +39,7 @@ def test_a_single_row_is_found_in_few_runs(count: int, data: st.DataObject) -> N
 def test_rows_that_fail_together_are_found_together(count: int, data: st.DataObject) -> None:
     """A set of rows that fails only as a whole is named whole, in order, and nothing else."""
     bad = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=4))
-    found = blame(
+    found = find_rows(
         [f"row {i}" for i in range(count)], lambda rows: {f"row {i}" for i in bad} <= set(rows)
     )
     assert found.rows == tuple(f"row {i}" for i in sorted(bad))
@@ -53,7 +53,7 @@ def test_illegal_subsets_count_as_holding(count: int, data: st.DataObject) -> No
     def fails(rows: tuple[int, ...]) -> bool:
         return rows == tuple(range(len(rows))) and bad in rows
 
-    assert blame(range(count), fails).rows == tuple(range(bad + 1))
+    assert find_rows(range(count), fails).rows == tuple(range(bad + 1))
 
 
 @given(st.integers(4, 12), st.data())
@@ -68,7 +68,7 @@ def test_rows_that_are_legal_only_together_are_left_out_together(
     def fails(rows: tuple[int, ...]) -> bool:
         return bad in rows and (one in rows) == (other in rows)
 
-    assert blame(range(count), fails).rows == (bad,)
+    assert find_rows(range(count), fails).rows == (bad,)
 
 
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
@@ -79,7 +79,7 @@ def test_whatever_fails_the_answer_fails(count: int, random) -> None:
     def fails(rows: tuple[int, ...]) -> bool:
         return table.setdefault(rows, random.random() < 0.5)
 
-    found = blame(range(count), fails).rows
+    found = find_rows(range(count), fails).rows
     assert fails(found)
     for row in found[:-1]:
         assert not fails(tuple(r for r in found if r != row))
@@ -87,8 +87,8 @@ def test_whatever_fails_the_answer_fails(count: int, random) -> None:
 
 def test_a_failure_without_rows_blames_none() -> None:
     """If the empty schedule fails, no row is to blame."""
-    assert blame([1, 2], lambda rows: True).rows == ()
-    assert blame([], lambda rows: True).rows == ()
+    assert find_rows([1, 2], lambda rows: True).rows == ()
+    assert find_rows([], lambda rows: True).rows == ()
 
 
 # ---- After a failure: the row that is named is the guilty one, and the words say what is wrong.
@@ -172,7 +172,7 @@ def _row(condition: str, kind: str, step: int | None) -> Row:
 
 
 def _failure() -> Any:
-    from schedlang.passes.localize.localise import Failure
+    from schedlang.passes.localize.module_search import Failure
 
     batches = tuple({"n": k} for k in range(3))
     told = [Condition(name, lambda named: None, batches) for name in ("SGD", "AdamW")]  # type: ignore[arg-type, return-value]
@@ -183,7 +183,7 @@ def _failure() -> Any:
 def test_the_cheapest_way_comes_first() -> None:
     """As few steps as show it, under the condition under which it showed; then all steps."""
     rows = [_row("AdamW", "gradients", 1), _row("SGD", "gradients", 2), _row("AdamW", "loss", 0)]
-    found = trials_of(rows, _failure())
+    found = plan_trials(rows, _failure())
     told = [(trial.condition.name, len(trial.condition.batches)) for trial in found]
     assert told == [("AdamW", 1), ("AdamW", 2), ("AdamW", 3), ("SGD", 3)]
 
@@ -201,6 +201,6 @@ def test_a_kind_is_looked_for_where_it_shows(
     row: Row, saved: bool, working: bool, kernels: bool
 ) -> None:
     """Saved state by saving, the working dtype in it, kernels by themselves; one step first."""
-    first = trials_of([row], _failure())[0]
+    first = plan_trials([row], _failure())[0]
     assert (first.saved, first.working, first.kernels) == (saved, working, kernels)
     assert len(first.condition.batches) == 1

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
+from schedlang.passes.verify.randomness import describe_draws, generator_states, repeated_streams
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng import logical_dropout
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, capture, entered, named_sites
+from schedlang.runtime.scope import Scope, capture_scope, enter_scope, named_sites
 from tests.proofs import planned
 
 
@@ -77,7 +77,7 @@ def test_each_is_found_by_one_check_alone(wrong: str, pool: Pool) -> None:
 def test_draws_are_said_by_place_and_rows() -> None:
     """Samples of one draw are runs of numbers, whatever rank had which."""
     noted: Any = {(1, "h.drop", 0): {0, 1, 2, 5}, (0, "", 2): {3}}
-    assert draws_in_words(noted) == [
+    assert describe_draws(noted) == [
         "`h.drop` call 0, step 1, rows 0-2,5",
         "`model` call 2, step 0, rows 3",
     ]
@@ -101,8 +101,8 @@ def _begun(again: bool = False) -> Any:
     named_sites(model)
     dropout.begun = {}
     for step in range(2):
-        with ambient(dropout), entered(Scope(step, 0, (0, 1))):
-            place = capture()
+        with enter_modes(dropout), enter_scope(Scope(step, 0, (0, 1))):
+            place = capture_scope()
             model(torch.ones(2, 9))
             if again:
                 model(torch.ones(2, 9))  # recomputed in backward
@@ -113,15 +113,15 @@ def _begun(again: bool = False) -> Any:
 
 def test_streams_are_apart() -> None:
     """Steps, calls and rows draw from streams of their own; to draw one again is no repetition."""
-    assert len(_begun()) == 8 and repeated(_begun()) == []
-    assert repeated(_begun(again=True)) == []
+    assert len(_begun()) == 8 and repeated_streams(_begun()) == []
+    assert repeated_streams(_begun(again=True)) == []
 
 
 def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that is another one is named with it, also one that runs behind another."""
-    plain = logical_dropout.stream
-    monkeypatch.setattr(logical_dropout, "stream", lambda *of: plain(of[0], 0, *of[2:]))
-    found = repeated(_begun())
+    plain = logical_dropout.stream_of
+    monkeypatch.setattr(logical_dropout, "stream_of", lambda *of: plain(of[0], 0, *of[2:]))
+    found = repeated_streams(_begun())
     assert (
         len(found) == 4
         and found[0] == "`drop` call 0, step 1, row 0 as `drop` call 0, step 0, row 0"
@@ -132,11 +132,11 @@ def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             (plain(*of[:4], 0) + of[4] * 3 * logical_dropout._GAMMA) % (1 << 64)
         )
 
-    monkeypatch.setattr(logical_dropout, "stream", behind)
-    assert len(repeated(_begun())) == 4
-    monkeypatch.setattr(logical_dropout, "stream", plain)
-    monkeypatch.setattr("schedlang.runtime.scope.next_call", lambda where: 0)
-    assert set(repeated(_begun())) == {
+    monkeypatch.setattr(logical_dropout, "stream_of", behind)
+    assert len(repeated_streams(_begun())) == 4
+    monkeypatch.setattr(logical_dropout, "stream_of", plain)
+    monkeypatch.setattr("schedlang.runtime.scope.count_call", lambda where: 0)
+    assert set(repeated_streams(_begun())) == {
         f"`drop` call 0, step {step}, row {row} twice" for step in (0, 1) for row in (0, 1)
     }
 
@@ -145,10 +145,10 @@ def test_generators_of_modules_are_seen() -> None:
     """A generator that a module keeps stands under its path, beside torch's own."""
     model = Net()
     model.drop.own = torch.Generator().manual_seed(3)
-    before = generators(model)
+    before = generator_states(model)
     assert set(before) == {"torch", "drop.own"}
     torch.rand(1, generator=model.drop.own)
-    assert not torch.equal(generators(model)["drop.own"], before["drop.own"])
+    assert not torch.equal(generator_states(model)["drop.own"], before["drop.own"])
 
 
 def test_a_buffer_that_is_replaced_is_the_one_that_is_saved() -> None:

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import Key, Observation, conditions, observe
+from schedlang.passes.verify.observe import Key, Observation, observe, standard_conditions
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.probe import parts_agree
+from schedlang.passes.verify.probe import compare_parts
 from schedlang.report import Report
-from schedlang.runtime.batch import Part, cut, stack
+from schedlang.runtime.batch import BatchPart, select_rows, stack_outputs
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
-from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
 
 
 class Net(nn.Module):
@@ -58,13 +58,13 @@ class Accumulated(Sequential):
 
     fault = ""
 
-    def derive(self, batch: Any, samples: Any) -> torch.Tensor:
+    def forward_backward(self, batch: Any, samples: Any) -> torch.Tensor:
         counts = [int((row != -100).sum()) for row in batch["labels"]]
         parts, losses, outputs = {}, [], []
         before = self.module.count.clone()
         for i, n in enumerate(counts):
             part = {k: v[i : i + 1] for k, v in batch.items()}
-            losses.append(super().derive(part, [samples[i]]) * n / sum(counts))
+            losses.append(super().forward_backward(part, [samples[i]]) * n / sum(counts))
             outputs.append(self.output)
             for name, grad in self.gradients().items():
                 if grad is not None:
@@ -73,7 +73,7 @@ class Accumulated(Sequential):
             parameter.grad = parts.get(name)
         with torch.no_grad():
             self.module.count.copy_(before + len(counts))
-        self.output = stack(outputs, [1] * len(counts), counts)
+        self.output = stack_outputs(outputs, [1] * len(counts), counts)
         self.spoil()
         return sum(losses)
 
@@ -102,8 +102,8 @@ def _observe(kind: type[Sequential], fault: str = "", seed: int = 0) -> Observat
         subject.fault = fault
         return subject
 
-    with ambient(Float64()), ambient(LogicalDropout(seed)):
-        return observe(make, conditions(BATCHES, 1.0))
+    with enter_modes(Float64()), enter_modes(LogicalDropout(seed)):
+        return observe(make, standard_conditions(BATCHES, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -236,12 +236,15 @@ def test_parts_weighed_by_labels_agree_and_by_rows_do_not(weigh: str) -> None:
     subject = Sequential(as_float64(Net()))
     count = subject.module.count.clone()
     batch = BATCHES[0]
-    parts = [Part(cut(batch, range(i, j), 4), tuple(range(i, j))) for i, j in ((0, 3), (3, 4))]
+    parts = [
+        BatchPart(select_rows(batch, range(i, j), 4), tuple(range(i, j)))
+        for i, j in ((0, 3), (3, 4))
+    ]
     weights = [
         int((p.inputs["labels"] != -100).sum()) if weigh == "labels" else len(p.rows) for p in parts
     ]
-    with ambient(Float64()), ambient(LogicalDropout(0)):
-        rows = parts_agree(subject, batch, parts, weights)
+    with enter_modes(Float64()), enter_modes(LogicalDropout(0)):
+        rows = compare_parts(subject, batch, parts, weights)
     assert all(row.ok for row in rows) == (weigh == "labels")
     assert {row.kind for row in rows} == {"loss of parts", "gradients of parts"}
     assert torch.equal(subject.module.count, count)
@@ -268,7 +271,7 @@ class Halves:
         return Summed.apply(inner @ self.down.T) + self.bias
 
     def train_step(self, batch: Any) -> torch.Tensor:
-        with entered(Scope(self.steps, 0, tuple(range(len(batch["input"]))))):
+        with enter_scope(Scope(self.steps, 0, tuple(range(len(batch["input"]))))):
             self.output = self.forward(batch["input"], True)
             loss = self.output.square().mean()
             self.optimizer.zero_grad()
@@ -346,10 +349,10 @@ def _gathered(x: torch.Tensor) -> list[torch.Tensor]:
 def _on_a_rank(model: nn.Sequential, batches: Any, norm: float, reduces: bool) -> Observation:
     """What a rank does: run the protocol with its slice of the logical dropout mask."""
     rank = dist.get_rank()
-    window = Window((6,), (range(3 * rank, 3 * rank + 3),))
-    modes = ambient(Float64()), ambient(LogicalDropout(5, lambda *_: window))
+    window = LogicalWindow((6,), (range(3 * rank, 3 * rank + 3),))
+    modes = enter_modes(Float64()), enter_modes(LogicalDropout(5, lambda *_: window))
     with modes[0], modes[1]:
-        kinds = conditions(batches, norm)
+        kinds = standard_conditions(batches, norm)
         return observe(lambda c: Halves(model, c, reduces), kinds, keep=rank == 0)
 
 
@@ -367,9 +370,9 @@ def test_a_program_on_two_ranks(reduces: bool) -> None:
     def make(condition: Any) -> Sequential:
         return Sequential(copy.deepcopy(model), condition.optimizer, loss=loss, clip=condition.clip)
 
-    with ambient(Float64()), ambient(LogicalDropout(5)):
-        norm = Sequential(copy.deepcopy(model), loss=loss).norm(batches[0])
-        expected = observe(make, conditions(batches, norm))
+    with enter_modes(Float64()), enter_modes(LogicalDropout(5)):
+        norm = Sequential(copy.deepcopy(model), loss=loss).gradient_norm(batches[0])
+        expected = observe(make, standard_conditions(batches, norm))
     with Pool() as pool:
         actual = pool.run(_on_a_rank, 2, model, batches, norm, reduces)[0]
     report = Report(compare(expected, actual))

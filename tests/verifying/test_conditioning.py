@@ -13,15 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from schedlang.passes.verify.conditioning import LEAST, Bounds, Nudged, bound, quantile
-from schedlang.passes.verify.observe import Key, Observation, conditions, observe
+from schedlang.passes.verify.conditioning import (
+    LEAST_ERRORS,
+    ErrorBounds,
+    PerturbedRounding,
+    error_bound,
+    quantile,
+)
+from schedlang.passes.verify.observe import Key, Observation, observe, standard_conditions
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.working_dtype import bounds_of, undecided
+from schedlang.passes.verify.working_dtype import error_bounds, split_undecided
 from schedlang.report import Report
-from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.moe.choices import Choices
-from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.moe.discrete_choices import ChoiceRecorder
+from schedlang.runtime.scope import Scope, enter_scope
 
 # ---- Runs whose every result is off by a rounding.
 
@@ -31,14 +37,14 @@ def test_each_result_is_off_by_one_unit_in_its_last_place(dtype: torch.dtype) ->
     """Up or down, as the seed says; what moves numbers and rounds none is exact."""
     x = torch.rand(64, 64).to(dtype) + 0.3
     eps = torch.finfo(dtype).eps
-    with Nudged(1):
+    with PerturbedRounding(1):
         y, again = x * 0.7, [x.T.clone(), x.float(), torch.cat([x, x])[:64], x.relu()]
     off = ((y.double() - (x * 0.7).double()) / (x * 0.7).double()).abs()
     assert float((off > 0).double().mean()) > 0.9 and float(off.max()) <= eps
     assert all(torch.equal(a.to(dtype), b) for a, b in zip(again, (x.T, x, x, x)))
     seen = []
     for seed in (1, 2):
-        with Nudged(seed):
+        with PerturbedRounding(seed):
             seen.append(x * 0.7)
     assert torch.equal(seen[0], y) and not torch.equal(seen[1], y)
 
@@ -47,7 +53,7 @@ def test_numbers_below_the_normal_ones_are_moved() -> None:
     """Those of float16 by the distance between two: a part of their size would be rounded away."""
     least = 2.0**-24
     x = torch.full((64,), 3 * least, dtype=torch.float16)
-    with Nudged(1):
+    with PerturbedRounding(1):
         y = x * 1.1
     assert set(y.tolist()) == {2 * least, 4 * least}
 
@@ -56,7 +62,7 @@ def test_masks_and_whole_numbers_stay() -> None:
     """One minus a mask times the lowest number is a mask still; positions are themselves."""
     mask = torch.tensor([[1.0, 0.0, 1.0]]).bfloat16()
     lowest = torch.finfo(torch.bfloat16).min
-    with Nudged(1):
+    with PerturbedRounding(1):
         hidden = (1.0 - mask) * lowest
         places = torch.arange(9).bfloat16() * 2.0
         scores = torch.zeros(1, 3).masked_fill(mask == 0, -math.inf).softmax(-1)
@@ -72,7 +78,7 @@ def test_backward_and_updates_are_moved() -> None:
         w = nn.Parameter(torch.linspace(0.1, 0.9, 32))
         optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
         x = torch.linspace(0.3, 0.7, 32)
-        with Nudged(seed) if seed else nullcontext():
+        with PerturbedRounding(seed) if seed else nullcontext():
             out = w @ x
             (grad,) = torch.autograd.grad(out, w, torch.tensor(0.3))
             w.grad = x * 0.5
@@ -86,7 +92,7 @@ def test_backward_and_updates_are_moved() -> None:
 def test_low_types_of_eight_bits_move_too() -> None:
     """A cast to float8 rounds by its own unit, and what follows it by that of what it gives."""
     x = torch.rand(256) + 0.3
-    with Nudged(1):
+    with PerturbedRounding(1):
         y = x.to(torch.float8_e4m3fn).float()
     off = ((y - x.to(torch.float8_e4m3fn).float()) / x).abs()
     assert 2**-5 < float(off.mean()) < 2**-2
@@ -97,19 +103,21 @@ def test_what_is_forced_is_chosen() -> None:
     x = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]], requires_grad=True)
 
     def chosen() -> list[Any]:
-        with entered(Scope(0, 0, (0, 1))):
+        with enter_scope(Scope(0, 0, (0, 1))):
             top, order = x.topk(2, -1), x.argsort(-1)
             most, ends = x.max(1), torch.sort(x, 1, descending=True)
             return [top.values, top.indices, order, most.values, most.indices, ends[0], ends[1]]
 
-    with ambient(noted := Choices()):
+    with enter_modes(noted := ChoiceRecorder()):
         plain = chosen()
-    with ambient(Choices(noted.found)):
+    with enter_modes(ChoiceRecorder(noted.found)):
         assert all(torch.equal(a, b) for a, b in zip(chosen(), plain))
     turned = {
         key: value.flip(-1) if value.dim() > 1 else value for key, value in noted.found.items()
     }
-    with ambient(Choices({k: (v + 1) % 3 if v.dim() == 1 else v for k, v in turned.items()})):
+    with enter_modes(
+        ChoiceRecorder({k: (v + 1) % 3 if v.dim() == 1 else v for k, v in turned.items()})
+    ):
         other = chosen()
     assert torch.equal(other[1], plain[1].flip(-1)) and torch.equal(other[0], plain[0].flip(-1))
     assert torch.equal(other[2], plain[2].flip(-1)) and torch.equal(other[6], plain[6].flip(-1))
@@ -143,7 +151,7 @@ def _seen(
     if factor is not None:
         model = nn.Sequential(Halved(model[0], factor), model[1], Halved(model[2], factor))
     if exact:
-        model, batches = as_float64(model), widened(batches)
+        model, batches = as_float64(model), to_float64(batches)
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return output.square().mean()
@@ -151,12 +159,12 @@ def _seen(
     def make(condition: Any) -> Sequential:
         return Sequential(copy.deepcopy(model), condition.optimizer, loss=loss, clip=condition.clip)
 
-    with ambient(Float64()) if exact else Nudged(nudge) if nudge else nullcontext():
-        return observe(make, conditions(batches, 1.0)[:1])
+    with enter_modes(Float64()) if exact else PerturbedRounding(nudge) if nudge else nullcontext():
+        return observe(make, standard_conditions(batches, 1.0)[:1])
 
 
-def _bounds(dtype: torch.dtype) -> Bounds:
-    return Bounds(_seen(dtype, exact=True), lambda draw: _seen(dtype, nudge=draw))
+def _bounds(dtype: torch.dtype) -> ErrorBounds:
+    return ErrorBounds(_seen(dtype, exact=True), lambda draw: _seen(dtype, nudge=draw))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_rounding_passes_and_a_wrong_factor_fails(dtype: torch.dtype, wrong: flo
 def test_what_is_missing_fails() -> None:
     """A tensor that the program does not have, or NaN, never passes."""
     plain = _seen(torch.float32)
-    bounds = Bounds(_seen(torch.float32, exact=True), lambda draw: plain, draws=0)
+    bounds = ErrorBounds(_seen(torch.float32, exact=True), lambda draw: plain, draws=0)
     for key, value in bounds.exact.tensors.items():
         if key.kind == "gradients" and value is not None and key.step == 0:
             for spoiled in (None, torch.full_like(plain.tensors[key], torch.nan)):
@@ -206,8 +214,8 @@ def test_an_original_that_is_no_number_in_float64_decides_nothing(
     kinds = (torch.float64, torch.bfloat16, torch.bfloat16)
     values = (torch.tensor(v, dtype=d) for v, d in zip((exact, working, ours), kinds))
     right, low, program = (Observation({key: value}) for value in values)
-    rows = Bounds(right, lambda draw: low).rows(program)
-    assert undecided([*rows])[0] == [] and undecided([*rows])[1]
+    rows = ErrorBounds(right, lambda draw: low).rows(program)
+    assert split_undecided([*rows])[0] == [] and split_undecided([*rows])[1]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 7])
@@ -221,12 +229,12 @@ def test_where_roundings_alone_overflow_nothing_fails(lost: int, ours: float) ->
         value = ones + 0.01 * torch.randn(64)
         return Observation({key: value * math.nan if 0 < draw <= lost else value})
 
-    bounds = Bounds(Observation({key: ones.double()}), run)
+    bounds = ErrorBounds(Observation({key: ones.double()}), run)
     (row,) = bounds.rows(Observation({key: ones * ours}))
     if ours == 1.01:
         assert row.ok
     else:
-        assert not row.ok and bool(undecided([row])[1]) == bool(lost)
+        assert not row.ok and bool(split_undecided([row])[1]) == bool(lost)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["kept in it", "autocast"])
@@ -236,7 +244,7 @@ def test_bounds_of_a_program_that_was_written_elsewhere(autocast: torch.dtype | 
     dtype = torch.float32 if autocast else torch.bfloat16
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16)).to(dtype)
     batches: Any = [{"input": torch.randn(8, 32).to(dtype)} for _ in range(3)]
-    told = conditions(batches, 1.0)[:1]
+    told = standard_conditions(batches, 1.0)[:1]
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.float().square().mean()
@@ -251,7 +259,7 @@ def test_bounds_of_a_program_that_was_written_elsewhere(autocast: torch.dtype | 
         with cast:
             return observe(make, told)
 
-    bounds = bounds_of(model, told, loss, autocast=autocast)
+    bounds = error_bounds(model, told, loss, autocast=autocast)
     right = Report(bounds.rows(program(1.0)))
     assert right.ok and {row.kind for row in right.rows} >= {"gradients in working dtype"}
     assert not Report(bounds.rows(program(1.1))).ok
@@ -285,7 +293,7 @@ def _eight_bits(*, exact: bool = False, nudge: int = 0, **options: Any) -> Obser
     model = Quantised(**options).bfloat16()
     batches: Any = [{"x": torch.randn(16, 64).bfloat16()} for _ in range(2)]
     if exact:
-        model, batches = as_float64(model), widened(batches)
+        model, batches = as_float64(model), to_float64(batches)
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.square().mean()
@@ -293,13 +301,13 @@ def _eight_bits(*, exact: bool = False, nudge: int = 0, **options: Any) -> Obser
     def make(condition: Any) -> Sequential:
         return Sequential(copy.deepcopy(model), condition.optimizer, loss=loss)
 
-    with ambient(Float64()) if exact else Nudged(nudge) if nudge else nullcontext():
-        return observe(make, conditions(batches, 1.0)[:1])
+    with enter_modes(Float64()) if exact else PerturbedRounding(nudge) if nudge else nullcontext():
+        return observe(make, standard_conditions(batches, 1.0)[:1])
 
 
 def test_eight_bits_have_the_bounds_of_eight_bits() -> None:
     """Sums of parts that are cast to float8 pass, another factor of one part does not."""
-    bounds = Bounds(_eight_bits(exact=True), lambda draw: _eight_bits(nudge=draw))
+    bounds = ErrorBounds(_eight_bits(exact=True), lambda draw: _eight_bits(nudge=draw))
     assert Report(bounds.rows(_eight_bits(parts=2))).ok
     assert not Report(bounds.rows(_eight_bits(parts=2, factor=1.5))).ok
 
@@ -320,7 +328,7 @@ def _several(count: int, size: int = 4) -> list[Tensor]:
 
 def _share(program: Tensor, runs: list[Tensor], kind: str = "gradients") -> float:
     seen = [_run(one, kind) for one in runs]
-    bounds = Bounds(_run(torch.zeros_like(runs[0]), kind), lambda k: seen[k], len(seen) - 1)
+    bounds = ErrorBounds(_run(torch.zeros_like(runs[0]), kind), lambda k: seen[k], len(seen) - 1)
     return max(row.error for row in bounds.rows(_run(program, kind)))
 
 
@@ -360,7 +368,7 @@ def test_as_few_runs_as_it_takes() -> None:
         taken.append(draw)
         return _run(draws[draw] / (1 if draw else 2))
 
-    bounds = Bounds(_run(torch.zeros(64)), run)
+    bounds = ErrorBounds(_run(torch.zeros(64)), run)
     assert Report(bounds.rows(_run(draws[9]))).ok and taken == [0]
     assert not Report(bounds.rows(_run(100 * draws[9]))).ok and taken == list(range(9))
 
@@ -369,7 +377,7 @@ def test_what_is_exact_for_the_whole_may_be_rounded_once() -> None:
     """Where no run of the original is off, one rounding of a tensor's own size is allowed."""
     exact = Observation({Key("SGD", "gradients", 0, "bias"): torch.ones(4, dtype=torch.float64)})
     plain = Observation({k: v.bfloat16() for k, v in exact.tensors.items() if v is not None})
-    bounds = Bounds(exact, lambda draw: plain)
+    bounds = ErrorBounds(exact, lambda draw: plain)
     for off, ok in ((2**-8, True), (2**-6, False)):
         program = Observation({k: v * (1 + off) for k, v in exact.tensors.items() if v is not None})
         assert Report(bounds.rows(program)).ok is ok
@@ -430,7 +438,7 @@ def test_false_alarms_are_as_rare_as_said(law: str) -> None:
             known = [draw() for _ in range(9)]
             more = [draw() for _ in range(each)]
             for chance in above:
-                limit = bound(known, chance)
+                limit = error_bound(known, chance)
                 assert limit is not None
                 above[chance] += sum(limit.share(e) > 1 for e in more) / trials / each
         for chance, found in above.items():
@@ -442,7 +450,7 @@ def test_a_bound_is_no_licence() -> None:
     of which nine draws tell little, up to some twenty times."""
     for n, most in ((1000, 1.5), (64, 2.0), (16, 3.0), (1, 30.0)):
         known = [_laws(n)["each its own way"]] * 9
-        limit = bound([draw() for draw in known], 1e-9)
+        limit = error_bound([draw() for draw in known], 1e-9)
         assert limit is not None
         assert math.sqrt(n) < limit.norm < most * math.sqrt(n), (n, limit)
 
@@ -450,10 +458,10 @@ def test_a_bound_is_no_licence() -> None:
 def test_what_cannot_be_told() -> None:
     """Too few errors, none at all, or such that are no numbers: no bound."""
     one = torch.ones(3)
-    assert bound([one] * (LEAST - 1), 1e-6) is None
-    assert bound([0 * one] * 9, 1e-6) is None
-    assert bound([*[one] * 8, one * math.inf], 1e-6) is None
-    told = bound([one] * 9, 1e-6)
+    assert error_bound([one] * (LEAST_ERRORS - 1), 1e-6) is None
+    assert error_bound([0 * one] * 9, 1e-6) is None
+    assert error_bound([*[one] * 8, one * math.inf], 1e-6) is None
+    told = error_bound([one] * 9, 1e-6)
     assert told is not None and told.norm == pytest.approx(math.sqrt(3), rel=0.01)
 
 
@@ -468,6 +476,6 @@ class _WithoutDraws(TorchFunctionMode):
 def test_roundings_of_large_tensors_are_no_draws_of_the_model() -> None:
     """Where more numbers are moved than signs are kept, they are drawn unseen by modes."""
     plain = torch.full((300, 300), 1.1).sin()
-    with _WithoutDraws(), Nudged(0):
+    with _WithoutDraws(), PerturbedRounding(0):
         moved = torch.full((300, 300), 1.1).sin()
     assert 0 < (moved - plain).abs().max() < 1e-6

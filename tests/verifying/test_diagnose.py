@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from schedlang.ir.mesh import Mesh
-from schedlang.passes.localize.diagnose import diagnose, explain, of_parts, of_ranks
+from schedlang.passes.localize.diagnosis import (
+    diagnose,
+    explain_by_parts,
+    explain_by_ranks,
+    explain_row,
+)
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report
@@ -118,16 +123,19 @@ MESH = Mesh((("dp", 2), ("tp", 2)))
 )
 def test_the_ranks_own_values_tell_the_missing_reduction(held, words: str) -> None:
     """Which reduction over which axis would have made the right value of theirs."""
-    found = of_ranks(held, [RIGHT] * 4, MESH)
+    found = explain_by_ranks(held, [RIGHT] * 4, MESH)
     assert words in found and bool(found) == bool(words)
 
 
 def test_the_share_of_a_microbatch() -> None:
     """One that is missing, one that counts twice, and neither."""
     shares = {"part 0 of 2": OTHER, "part 1 of 2": RIGHT - OTHER}
-    assert of_parts(OTHER, RIGHT, shares) == "the share of part 1 of 2 is missing"
-    assert of_parts(RIGHT + OTHER, RIGHT, shares) == "the share of part 0 of 2 is counted twice"
-    assert of_parts(2 * RIGHT, RIGHT, shares) == ""
+    assert explain_by_parts(OTHER, RIGHT, shares) == "the share of part 1 of 2 is missing"
+    assert (
+        explain_by_parts(RIGHT + OTHER, RIGHT, shares)
+        == "the share of part 0 of 2 is counted twice"
+    )
+    assert explain_by_parts(2 * RIGHT, RIGHT, shares) == ""
 
 
 @pytest.mark.parametrize(
@@ -147,4 +155,4 @@ def test_a_failing_row_is_explained(wrong: torch.Tensor, words: str) -> None:
     actual.tensors[Key("", "gradients", 0, "w")] = wrong.clone()
     first = Report(compare(expected, actual)).first
     assert first is not None
-    assert explain(first, expected, actual, SIZES).text.startswith(words)
+    assert explain_row(first, expected, actual, SIZES).text.startswith(words)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.verify.asked import EXACT, baseline, given_up
+from schedlang.passes.verify.requirements import EXACT_ROWS, inexact_rules, without_exact_rows
 from schedlang.report import Report
 from schedlang.runtime import program
 from schedlang.runtime.activation_memory import recompute
@@ -33,14 +33,14 @@ def test_recomputation_among_split_layers(pool: Pool) -> None:
     """Beside rows that round, the rows that do not are compared with the plan without them."""
     report = _report(ROWS, "tp=2", pool)
     assert report.ok, str(report)
-    bits = [row for row in report.rows if row.kind == EXACT]
+    bits = [row for row in report.rows if row.kind == EXACT_ROWS]
     assert len(bits) > 20 and all(row.gate == 0 for row in bits)
     assert {row.name.partition(":")[0] for row in bits} >= {"outputs", "gradients", "parameters"}
 
 
 def recomputed_a_little_differently(patch: Patch) -> None:
     """A recomputation that is off by a rounding: far below any gate of float64."""
-    plain = recompute.reentry.__enter__
+    plain = recompute.restore_forward_context.__enter__
     normal = torch.nn.functional.layer_norm
 
     def enter(self: Any) -> None:
@@ -49,13 +49,13 @@ def recomputed_a_little_differently(patch: Patch) -> None:
             torch.nn.functional, "layer_norm", lambda *a, **k: normal(*a, **k) * (1 + 4e-16)
         )
 
-    patch.setattr(recompute.reentry, "__enter__", enter)
+    patch.setattr(recompute.restore_forward_context, "__enter__", enter)
 
 
 def test_a_rounding_too_many_is_found(pool: Pool) -> None:
     """Only the comparison bit by bit sees it."""
     report = _report(ROWS, "tp=2", Mutated(pool, recomputed_a_little_differently))
-    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 def sliced_sums_rounded(patch: Patch) -> None:
@@ -76,10 +76,10 @@ def test_sliced_state_is_whole_state(pool: Pool) -> None:
     plan = planned(Small(), "zero(stage=2, over=dp)", "dp=2")
     report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
     assert report.ok, str(report)
-    assert any(row.kind == EXACT for row in report.rows)
+    assert any(row.kind == EXACT_ROWS for row in report.rows)
     pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
     report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
-    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 class Skips(nn.Module):
@@ -116,12 +116,12 @@ def test_gradients_that_add_up_in_another_order(pool: Pool) -> None:
     batches = tuple({"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
-    passed = [row for row in report.rows if row.kind == EXACT and row.gate]
+    passed = [row for row in report.rows if row.kind == EXACT_ROWS and row.gate]
     assert {row.name.split(": ")[1] for row in passed} <= {"enter.weight", "enter.bias", "x"}
     assert passed, "no gradient was added in another order: this shows nothing"
     pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
-    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 class Shared(Skips):
@@ -143,11 +143,11 @@ def test_a_weight_of_two_names_that_adds_up_in_another_order(pool: Pool) -> None
     batches = tuple({"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
-    passed = {row.name for row in report.rows if row.kind == EXACT and row.gate}
+    passed = {row.name for row in report.rows if row.kind == EXACT_ROWS and row.gate}
     assert "other state: again.weight" in passed, "it adds up in the same order: this shows nothing"
     pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
-    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
@@ -158,7 +158,7 @@ def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
     batches = tuple({"x": torch.randn(8, 8, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
-    assert not any(row.kind == EXACT for row in report.rows)
+    assert not any(row.kind == EXACT_ROWS for row in report.rows)
 
 
 def test_what_is_compared_bit_by_bit() -> None:
@@ -167,7 +167,7 @@ def test_what_is_compared_bit_by_bit() -> None:
     model = models.gpt2(2)
 
     def words(rows: str, mesh: str) -> str:
-        found = baseline(planned(model, rows, mesh))
+        found = without_exact_rows(planned(model, rows, mesh))
         return found[1] if found else ""
 
     assert words("zero(stage=3, over=dp)", "dp=2") == "zero at stage 0"
@@ -182,7 +182,7 @@ def test_what_is_compared_bit_by_bit() -> None:
 def test_a_mesh_of_ones_is_exact(rows: str, pool: Pool) -> None:
     """With one rank and one microbatch the program equals the original to the last bit."""
     plan = planned(models.gpt2(1, 0.1), rows, "tp=1")
-    assert not given_up(plan) and plan.gives_up
+    assert not inexact_rules(plan) and plan.gives_up
     report = prove(Case(plan, TOKENS, dtype="none"), pool=pool)
     assert report.ok, str(report)
     assert report.equivalence == "exact"

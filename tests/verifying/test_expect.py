@@ -11,7 +11,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.simulate.account import Account, account
-from schedlang.passes.simulate.expected import unmet
+from schedlang.passes.simulate.expectations import unmet_expectations
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned, refused
@@ -29,7 +29,7 @@ def costs() -> Account:
 def held(costs: Account, *expected: str) -> list[str]:
     """What does not hold of some expectations, as messages."""
     rows = ROWS + "".join(f"expect {one}\n" for one in expected)
-    return [one.render() for one in unmet(planned(models.gpt2(), rows, MESH), costs)]
+    return [one.render() for one in unmet_expectations(planned(models.gpt2(), rows, MESH), costs)]
 
 
 def test_what_holds_says_nothing(costs: Account) -> None:
@@ -59,7 +59,7 @@ def test_what_cannot_be_told(costs: Account) -> None:
     """Without a batch memory is not known, and that is no silent success (S862)."""
     rows = ROWS + "expect peak_memory < 1GiB\n"
     plan = planned(models.gpt2(), rows, MESH)
-    (one,) = unmet(plan, replace(costs, memory=None))
+    (one,) = unmet_expectations(plan, replace(costs, memory=None))
     assert one.code == "S862" and "cannot be computed" in one.title
 
 
@@ -67,8 +67,12 @@ def test_another_machine(costs: Account) -> None:
     """What is expected on one machine says nothing of a plan on another."""
     plan = planned(models.gpt2(), ROWS + "expect peak_memory < 1B on h100x64\n", MESH)
     on = lambda device: replace(plan, mesh=replace(plan.mesh, device=device))  # noqa: E731
-    assert len(unmet(on("h100x64"), costs)) == len(unmet(on(None), costs)) == 1
-    assert unmet(on("v100"), costs) == ()
+    assert (
+        len(unmet_expectations(on("h100x64"), costs))
+        == len(unmet_expectations(on(None), costs))
+        == 1
+    )
+    assert unmet_expectations(on("v100"), costs) == ()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_knobs_and_python() -> None:
     sch.expect("peak_memory < most * 1024")
     plan: Plan = sch.plan()
     assert [one.bound for one in plan.expected] == [1024.0 * 1024]
-    (none,) = unmet(plan, account(plan))
+    (none,) = unmet_expectations(plan, account(plan))
     assert none.code == "S862"
     with pytest.raises(Refusal):
         sch.expect("peak_memory")

@@ -18,7 +18,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import Case, prove
-from schedlang.verbs.inputs import posed
+from schedlang.verbs.inputs import make_proof_case
 from tests.engine.threads import Threads
 from tests.proofs import planned
 
@@ -71,11 +71,13 @@ def test_a_smaller_mesh_stands_for_the_files_own(tmp_path: Path) -> None:
     assert verb(tmp_path, "plan", bound, "--mesh", "dp=1").exit_code == 1
     found = load_model_file(None, tmp_path / "x.sched")
     for sizes, world in (({}, 2), ({"dp": 1}, 2)):
-        one = posed(tmp_path / "x.sched", found, Settings(mesh=sizes))
-        assert one.case.meant is not None and one.case.meant[0].mesh.world == world
+        one = make_proof_case(tmp_path / "x.sched", found, Settings(mesh=sizes))
+        assert one.case.expected_for is not None and one.case.expected_for[0].mesh.world == world
         assert one.case.plan.mesh.world == sizes.get("dp", 2)
-    part = posed(tmp_path / "x.sched", found, Settings(), only="4").case
-    assert part.meant is None and not part.plan.expected, "a part of the rows costs something else"
+    part = make_proof_case(tmp_path / "x.sched", found, Settings(), only="4").case
+    assert part.expected_for is None and not part.plan.expected, (
+        "a part of the rows costs something else"
+    )
 
 
 @pytest.mark.parametrize("bound", [HOLDS, FAILS])

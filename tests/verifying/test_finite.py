@@ -12,9 +12,9 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.conditioning import OVERFLOWS, Bounds
+from schedlang.passes.verify.conditioning import OVERFLOWS, ErrorBounds
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.probe import cheaply
+from schedlang.passes.verify.probe import check_if_cheap
 from schedlang.report import Report
 from tests.engine import Threads
 from tests.proofs import planned, sgd
@@ -129,7 +129,7 @@ def test_a_program_is_built_all_the_same() -> None:
     given = batches(0, y=torch.full((6,), -100))
 
     def trained() -> float:
-        program = build(planned(Net(), *DP), given[0], optimizer=sgd, check=cheaply)
+        program = build(planned(Net(), *DP), given[0], optimizer=sgd, check=check_if_cheap)
         return float(program.train_step(given[1]))
 
     first, second = Threads().run(trained, 2)
@@ -147,7 +147,9 @@ def test_parts_with_equal_sums_by_chance() -> None:
 
     def refused(kept: Tensor) -> str:
         try:
-            build(plan, batches(0, kept=kept)[0], loss=mean, check=partial(cheaply, loss=mean))
+            build(
+                plan, batches(0, kept=kept)[0], loss=mean, check=partial(check_if_cheap, loss=mean)
+            )
         except Refusal as error:
             return error.diagnostic.code
         return ""
@@ -162,7 +164,7 @@ def test_a_program_that_only_evaluates_is_built() -> None:
     given = {"x": torch.ones(6, 4), "y": torch.zeros(6, dtype=torch.long)}
 
     def evaluated() -> Tensor:
-        program = build(planned(Frozen(), *DP), given, check=cheaply)
+        program = build(planned(Frozen(), *DP), given, check=check_if_cheap)
         return torch.as_tensor(program.eval_step(given)["out"])
 
     one, other = Threads().run(evaluated, 2)
@@ -205,7 +207,7 @@ def test_not_a_number_in_other_places(kind: str, same: bool) -> None:
         assert not holds(other, exact) and not holds(torch.ones(3), exact)
     seen = [Observation({key: v.clone()}) for v in (want, want, other)]
     for casts in (False, True) if kind == "outputs" else (False,):
-        assert not Report(Bounds(seen[0], lambda draw: seen[1]).rows(seen[2], casts=casts)).ok
+        assert not Report(ErrorBounds(seen[0], lambda draw: seen[1]).rows(seen[2], casts=casts)).ok
 
 
 def test_an_original_that_overflows_in_its_dtype_is_not_checked_there() -> None:
@@ -234,7 +236,7 @@ def test_a_step_that_a_cast_skips(place: str, ok: bool) -> None:
         return Observation(tensors)
 
     exact = Observation({k: v.double() for k, v in seen("", 0).tensors.items() if v is not None})
-    bounds = Bounds(exact, lambda draw: seen("a", 0))
+    bounds = ErrorBounds(exact, lambda draw: seen("a", 0))
     assert Report(bounds.rows(seen(place, 0), casts=True)).ok is ok
     assert not Report(bounds.rows(seen(place, 1), casts=True)).ok
     assert not Report(bounds.rows(seen(place, 0, off=0.1), casts=True)).ok
@@ -247,8 +249,10 @@ def test_an_original_that_is_no_number_decides_nothing() -> None:
     key = Key("SGD", "outputs", 3, "logits")
     exact = Observation({key: torch.tensor([NAN, 1.0]).double()})
     low = Observation({key: torch.tensor([2.0, 1.0])})
-    (row,) = Bounds(exact, lambda draw: low).rows(Observation({key: torch.tensor([2.0, 1.0])}))
+    (row,) = ErrorBounds(exact, lambda draw: low).rows(Observation({key: torch.tensor([2.0, 1.0])}))
     assert not row.ok and row.note == OVERFLOWS and row.error != row.error
     hidden = Observation({key: torch.tensor([NAN, 1.0])})
-    (row,) = Bounds(exact, lambda draw: hidden).rows(Observation({key: torch.tensor([NAN, 1.0])}))
+    (row,) = ErrorBounds(exact, lambda draw: hidden).rows(
+        Observation({key: torch.tensor([NAN, 1.0])})
+    )
     assert row.ok

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.modes import ambient, reentry
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
+from schedlang.runtime.modes import enter_modes, restore_forward_context
 
 CASTS = [
     lambda x: x.float(),
@@ -94,9 +94,9 @@ def test_backward_and_recomputation_stay_in_float64(derive, again: bool) -> None
     def square(v: Tensor) -> Tensor:
         return Casting.apply(v * v.float().exp().to(v.dtype))
 
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         if again:
-            ctx = lambda: (nullcontext(), reentry())  # noqa: E731
+            ctx = lambda: (nullcontext(), restore_forward_context())  # noqa: E731
             y = checkpoint(square, x, use_reentrant=False, context_fn=ctx)
         else:
             y = square(x)
@@ -144,6 +144,8 @@ def test_the_copy_is_whole_and_the_original_untouched() -> None:
 
 def test_widened_keeps_structure() -> None:
     """Floats in nested structures are widened, integers and other values kept."""
-    got = widened({"x": torch.ones(1), "n": [torch.ones(1, dtype=torch.int64), "a"], "t": (1.5,)})
+    got = to_float64(
+        {"x": torch.ones(1), "n": [torch.ones(1, dtype=torch.int64), "a"], "t": (1.5,)}
+    )
     assert got["x"].dtype == torch.float64 and got["n"][0].dtype == torch.int64
     assert got["n"][1] == "a" and got["t"] == (1.5,)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.localize.localise import Location, localise
-from schedlang.passes.verify.sides import prepared, widened
-from schedlang.runtime.isolated import Recorder, difference, parts_of
+from schedlang.passes.localize.module_search import Location, find_module
+from schedlang.passes.verify.proof_case import prepare_case, randomised_float64
+from schedlang.runtime.isolated_modules import CallRecorder, relative_error, tensors_of
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.propagation.trace import Tag
-from schedlang.runtime.sharding import shard
+from schedlang.runtime.sharding import edges
 from tests.zoo.pool import Mutated
 from tests.zoo.scenes import case
 
@@ -23,9 +23,9 @@ Patch = pytest.MonkeyPatch
 
 
 def _location(scene: str, pool: Pool, bug: str | Callable[[Patch], None] | None = None) -> Location:
-    made = prepared(widened(case(scene)))
+    made = prepare_case(randomised_float64(case(scene)))
     ranks: Any = pool if bug is None else Mutated(pool, bug)
-    return localise(made, made.batches[0], ranks)
+    return find_module(made, made.batches[0], ranks)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_right_program_has_no_guilty_module(scene: str, pool: Pool) -> None:
     found = _location(scene, pool)
     assert found.guilty == () and found.first == "" and found.unknown == ()
     sites = case(scene).plan.model.sites
-    assert found.judged > len(sites) / 2, (found.judged, len(sites))
+    assert found.modules_tried > len(sites) / 2, (found.modules_tried, len(sites))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def _bias_twice(patch: Patch) -> None:
 
     def compute(module: Any, x: Tensor, with_bias: bool) -> Tensor:
         mine = module.weight.shape[0] == 8  # attention's, the other is larger
-        return shard._conv1d(module, x, with_bias or mine)
+        return edges._conv1d(module, x, with_bias or mine)
 
-    patch.setitem(shard.COMPUTES, "Conv1D", compute)
+    patch.setitem(edges.PRODUCTS_BY_KIND, "Conv1D", compute)
 
 
 def test_who_receives_something_wrong_is_not_blamed(pool: Pool) -> None:
@@ -77,7 +77,7 @@ def test_who_receives_something_wrong_is_not_blamed(pool: Pool) -> None:
     assert [name for name, _ in found.guilty] == projections
     assert found.first == projections[0] and found.before == "transformer.h.0.attn.c_attn"
     got, want = found.values or (torch.zeros(0), torch.zeros(0))
-    model = prepared(widened(case("tp"))).plan.model.model
+    model = prepare_case(randomised_float64(case("tp"))).plan.model.model
     bias = model.get_parameter(f"{projections[0]}.bias")
     assert torch.allclose(got - want, 2 * bias.expand_as(got))
 
@@ -93,7 +93,7 @@ def test_what_lies_between_modules_is_named(pool: Pool) -> None:
 def test_what_no_module_does_is_no_modules_fault(bug: str, scene: str, pool: Pool) -> None:
     """Reductions after the last backward: every module alone is right, and is not blamed."""
     found = _location(scene, pool, bug)
-    assert found.guilty == () and found.first == "" and found.judged > 10
+    assert found.guilty == () and found.first == "" and found.modules_tried > 10
 
 
 # -- the parts ---------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_calls_of_the_original_are_recorded() -> None:
     torch.manual_seed(0)
     model, x = Two(), torch.randn(4, 3, dtype=torch.float64)
     plain = model(x)
-    recorder = Recorder(model)
+    recorder = CallRecorder(model)
     assert torch.equal(model(x), plain)
     assert list(recorder.calls) == [("one", 0), ("two", 0), ("", 0)]
     one, root = recorder.calls["one", 0], recorder.calls["", 0]
@@ -146,7 +146,7 @@ def test_the_calls_of_the_original_are_recorded() -> None:
 def test_a_difference_is_never_lost(got: list[float], want: list[float], equal: bool) -> None:
     """Another shape and NaN are differences; masks of -inf and rounding beside 1.0 are none."""
     numbers = [torch.tensor(v, dtype=torch.float64) for v in (got, want)]
-    assert (difference(*numbers, 1.0) <= 1e-9) == equal
+    assert (relative_error(*numbers, 1.0) <= 1e-9) == equal
 
 
 def test_split_logits_lose_their_padding() -> None:
@@ -155,7 +155,7 @@ def test_split_logits_lose_their_padding() -> None:
 
     local = torch.arange(12.0).reshape(3, 4)
     logits = ShardedLogits(local, Group(("tp",), (0, 1), 1), 6)
-    tensors, starts, _ = parts_of({"logits": logits, "n": 3})
+    tensors, starts, _ = tensors_of({"logits": logits, "n": 3})
     assert starts == [4] and torch.equal(tensors[0], local[:, :2])
 
 

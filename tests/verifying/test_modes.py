@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.runtime import modes
-from schedlang.runtime.modes import Ambient, Carrying, ambient, reentry
+from schedlang.runtime.modes import AmbientMode, CarryingMode, enter_modes, restore_forward_context
 
 
-class Spy(Ambient):
+class Spy(AmbientMode):
     """Note the names of the functions seen."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Spy(Ambient):
 
 
 def _recompute(f: Any, x: Tensor) -> Tensor:
-    context = lambda: (nullcontext(), reentry())  # noqa: E731
+    context = lambda: (nullcontext(), restore_forward_context())  # noqa: E731
     return checkpoint(f, x, use_reentrant=False, context_fn=context)
 
 
@@ -36,7 +36,7 @@ def test_composed_functions_are_open() -> None:
     """Dropout inside multi-head attention is seen, not only the attention."""
     spy = Spy()
     attention = nn.MultiheadAttention(4, 2, dropout=0.5)
-    with ambient(spy):
+    with enter_modes(spy):
         attention(*[torch.ones(1, 2, 4)] * 3)
     assert {"multi_head_attention_forward", "dropout"} <= set(spy.seen)
 
@@ -51,7 +51,7 @@ def test_a_class_with_rules_of_its_own_is_not_opened() -> None:
         ) -> Any:
             return "mine" if func is F.softmax else super().__torch_function__(func, types, args)
 
-    with ambient(Spy()):
+    with enter_modes(Spy()):
         assert F.softmax(torch.ones(2).as_subclass(Own), 0) == "mine"
 
 
@@ -60,7 +60,7 @@ def test_recomputation_reenters_the_modes_of_forward(inside: bool) -> None:
     """What is recomputed in backward is seen again, even if the mode has been left by then."""
     spy = Spy()
     x = torch.ones(2, requires_grad=True)
-    with ambient(spy):
+    with enter_modes(spy):
         loss = _recompute(lambda v: v.sin().exp(), x).sum()
         if inside:
             loss.backward()
@@ -80,7 +80,7 @@ def test_nested_recomputation_does_not_pile_up_modes() -> None:
         return v.sin()
 
     x = torch.ones(2, requires_grad=True)
-    with ambient(spy):
+    with enter_modes(spy):
         _recompute(lambda v: _recompute(inner, v).exp(), x).sum().backward()
     assert len(held) == 3 and set(held) == {1}
 
@@ -94,7 +94,7 @@ def test_factories_make_a_fresh_mode_for_each_entry() -> None:
         return made[-1]
 
     x = torch.ones(2, requires_grad=True)
-    with ambient(factory):
+    with enter_modes(factory):
         _recompute(torch.sin, x).sum().backward()
     assert len(made) == 2 and all("sin" in spy.seen for spy in made)
 
@@ -102,7 +102,7 @@ def test_factories_make_a_fresh_mode_for_each_entry() -> None:
 def test_a_graph_may_be_walked_twice() -> None:
     """With retain_graph the same context is entered again, and the gradients add up."""
     x = torch.full((2,), 0.5, requires_grad=True)
-    with ambient(Spy()):
+    with enter_modes(Spy()):
         loss = _recompute(lambda v: v.sin().exp(), x).sum()
         loss.backward(retain_graph=True)
         once = x.grad.clone()
@@ -110,7 +110,7 @@ def test_a_graph_may_be_walked_twice() -> None:
     assert torch.equal(x.grad, 2 * once)
 
 
-class Carried(Spy, Carrying):
+class Carried(Spy, CarryingMode):
     """Notes what it sees; a mode above may ask it itself."""
 
     carried = True
@@ -126,7 +126,7 @@ def _seen(kind: type[Carried], many: int) -> list[list[str]]:
     """What each of several modes sees of a forward, a recomputation and what comes after."""
     found = [kind() for _ in range(many)]
     layer = nn.Linear(2, 2)
-    with ambient(*found):
+    with enter_modes(*found):
         out = _recompute(
             lambda x: F.dropout(layer(x).sin(), 0.5), torch.ones(1, 2).requires_grad_()
         )
@@ -147,9 +147,9 @@ def test_a_carried_mode_sees_what_it_would_see_on_the_stack(many: int) -> None:
 def test_only_what_lies_right_beneath_is_carried() -> None:
     """A mode between them, which knows of neither, is asked in its place."""
     lower, spy, upper = Carried(), Spy(), Carried()
-    with ambient(lower, spy, upper):
+    with enter_modes(lower, spy, upper):
         torch.ones(2).sin()
-    assert upper.under is None
+    assert upper.carried_mode is None
     assert lower.seen == spy.seen == upper.seen
 
 
@@ -166,6 +166,6 @@ def test_what_a_handler_computes_runs_under_the_modes_beneath() -> None:
                 return args[0].cos()
 
     lower = Carried()
-    with ambient(lower, Answering()):
+    with enter_modes(lower, Answering()):
         torch.zeros(1).sin()
     assert lower.seen == ["zeros", "cos"]

@@ -12,10 +12,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.verify.observe import Condition, Key, conditions, flattened, observe
-from schedlang.passes.verify.original import Sequential, loss_of, randomised, rows, tied
-from schedlang.passes.verify.sides import Case, Distributed, built, modes_of, prepared, sequential
-from schedlang.runtime.modes import ambient
+from schedlang.passes.verify.observe import (
+    Condition,
+    Key,
+    flatten_output,
+    observe,
+    standard_conditions,
+)
+from schedlang.passes.verify.original import (
+    Sequential,
+    count_rows,
+    randomise,
+    returned_loss,
+    tied_names,
+)
+from schedlang.passes.verify.proof_case import (
+    Case,
+    ProgramSubject,
+    build_for_condition,
+    make_original_subject,
+    prepare_case,
+    proof_modes,
+)
+from schedlang.runtime.modes import enter_modes
 from tests.proofs import planned
 
 
@@ -60,30 +79,30 @@ def test_randomised_moves_every_parameter_and_keeps_ties() -> None:
     model = Tied()
     nn.init.zeros_(model.head.bias)
     before = copy.deepcopy(model.state_dict())
-    twin = randomised(model, 0)
+    twin = randomise(model, 0)
     for name, value in twin.named_parameters():
         assert not (value == before[name]).any()
-    assert tied(twin) == tied(model)
+    assert tied_names(twin) == tied_names(model)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    again = randomised(model, 0)
+    again = randomise(model, 0)
     assert torch.equal(again.emb.weight, twin.emb.weight)
-    assert not torch.equal(randomised(model, 1).emb.weight, twin.emb.weight)
+    assert not torch.equal(randomise(model, 1).emb.weight, twin.emb.weight)
 
 
 def test_the_loss_is_found_or_refused() -> None:
     """Attribute, key, or the output itself; without one the refusal says what to write."""
     one = torch.tensor(1.0)
-    assert loss_of(one, {}) is loss_of({"loss": one}, {}) is one
-    assert loss_of(SimpleNamespace(loss=one), {}) is one
+    assert returned_loss(one, {}) is returned_loss({"loss": one}, {}) is one
+    assert returned_loss(SimpleNamespace(loss=one), {}) is one
     for bad in (torch.ones(2), {"logits": one}, (one,), SimpleNamespace(loss=None)):
         with pytest.raises(Refusal, match="loss\\(output, batch\\)"):
-            loss_of(bad, {})
+            returned_loss(bad, {})
 
 
 def test_rows_are_what_most_tensors_agree_on() -> None:
     """A tensor shared by all samples does not decide the number of samples."""
     batch = {"a": torch.ones(3, 2), "b": torch.ones(3), "shared": torch.ones(9), "n": 4}
-    assert rows(batch) == 3
+    assert count_rows(batch) == 3
 
 
 # ---- Tests of observe: one protocol, all that can be compared, by name.
@@ -108,7 +127,7 @@ def _seen(**options: Any) -> Any:
     def make(condition: Condition) -> Sequential:
         return Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
 
-    return observe(make, conditions(BATCHES, 1.0), **options)
+    return observe(make, standard_conditions(BATCHES, 1.0), **options)
 
 
 def test_everything_is_seen() -> None:
@@ -159,17 +178,17 @@ def test_one_condition_gives_inputs_as_training_does() -> None:
             out: torch.Tensor = self.one(x).square().mean()
             return out
 
-    told = conditions([{"x": b["input"]} for b in BATCHES], 1.0)
+    told = standard_conditions([{"x": b["input"]} for b in BATCHES], 1.0)
     for condition, wanted in zip(told, (True, False)):
         plan = planned(Noting(), "")
-        case = prepared(Case(plan, condition.batches))
-        program = built(case, condition)
+        case = prepare_case(Case(plan, condition.batches))
+        program = build_for_condition(case, condition)
         asked.clear()
-        with ambient(*modes_of(case)[0]):
-            sequential(case, condition).train_step(condition.batches[0])
+        with enter_modes(*proof_modes(case)[0]):
+            make_original_subject(case, condition).train_step(condition.batches[0])
         assert asked == {wanted}
         asked.clear()
-        Distributed(program, follow=condition.follow).train_step(condition.batches[0])
+        ProgramSubject(program, follow=condition.follow).train_step(condition.batches[0])
         assert asked == {wanted}
 
 
@@ -177,8 +196,8 @@ def test_one_condition_clips_and_one_does_not() -> None:
     """Gradients as left by a step are shortened under the clip, and only there."""
     torch.manual_seed(0)
     subject = Sequential(_net(), loss=_loss)
-    norm = subject.norm(BATCHES[0])
-    plain, clipped = conditions(BATCHES, norm)
+    norm = subject.gradient_norm(BATCHES[0])
+    plain, clipped = standard_conditions(BATCHES, norm)
     for condition, expected in ((plain, norm), (clipped, norm / 4)):
         subject = Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
         subject.train_step(BATCHES[0])
@@ -197,7 +216,9 @@ def test_a_rank_that_keeps_nothing_runs_all() -> None:
             return super().train_step(batch)
 
     seen = observe(
-        lambda c: Counted(_net(), c.optimizer, loss=_loss), conditions(BATCHES, 1.0), keep=False
+        lambda c: Counted(_net(), c.optimizer, loss=_loss),
+        standard_conditions(BATCHES, 1.0),
+        keep=False,
     )
     assert steps == [4, 5, 6] * 2 and not seen.tensors and not seen.sets
 
@@ -221,5 +242,11 @@ def test_outputs_of_any_structure_are_read() -> None:
     unread: set[str] = set()
     t = torch.ones(1)
     value = {"l": [t, {"m": t}], "o": Out(t), "p": Pair(t, 2.0), "s": "text", "c": object()}
-    assert [name for name, _ in flattened(value, unread)] == ["l.0", "l.1.m", "o.x", "p.a", "p.b"]
+    assert [name for name, _ in flatten_output(value, unread)] == [
+        "l.0",
+        "l.1.m",
+        "o.x",
+        "p.a",
+        "p.b",
+    ]
     assert unread == {"object"}

@@ -251,13 +251,13 @@ def test_what_the_model_alone_does_not_show_is_our_error(
     spread: bool, drops: float, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of the original that takes parts for more than they are is not blamed on its user."""
-    real = probe.derived
+    real = probe.loss_and_gradients
 
     def derived(subject: Any, batch: Any, samples: Any) -> Any:
         found = real(subject, batch, samples)
         return {k: v if len(batch["x"]) == 8 or v is None else 2 * v for k, v in found.items()}
 
-    monkeypatch.setattr(probe, "derived", derived)
+    monkeypatch.setattr(probe, "loss_and_gradients", derived)
     _ours_unless(spread, drops, pool)
 
 
@@ -266,9 +266,11 @@ def test_draws_of_ours_that_depend_on_the_part_are_our_error(
     spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks by the place of a row in its part: the model alone draws by row, and is whole."""
-    real = probe.derived
+    real = probe.loss_and_gradients
     monkeypatch.setattr(
-        probe, "derived", lambda subject, batch, rows: real(subject, batch, range(len(rows)))
+        probe,
+        "loss_and_gradients",
+        lambda subject, batch, rows: real(subject, batch, range(len(rows))),
     )
     _ours_unless(spread, 0.2, pool)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
-from schedlang.passes.elaborate.rows import only_lines
+from schedlang.passes.elaborate.rows import plan_of_lines
 from schedlang.passes.prove import Case, check_world, prove
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool, RankDied
@@ -54,7 +54,7 @@ def _report(name: str, pool: Any) -> Report:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_no_false_alarm(name: str, pool: Pool) -> None:
-    """The faithful program passes in every plan, far below the gate."""
+    """A correct program passes under every plan, far below the tolerance."""
     report = _report(name, pool)
     assert report.ok, str(report)
     assert max(row.error for row in report.rows) < 1e-12
@@ -152,13 +152,13 @@ def test_only_some_lines() -> None:
     """Only the rows of these lines are kept, on a mesh without the axes that they leave idle."""
     plan = _gpt2("transformer.h.*  checkpoint()\nzero(stage=1, over=dp)", "dp=2, tp=1")
     line = plan.actions[0].span.line  # type: ignore[union-attr]
-    small = only_lines(plan, str(line))
+    small = plan_of_lines(plan, str(line))
     assert [a.name for a in small.actions] == ["checkpoint"] and small.mesh.sizes["dp"] == 1
-    both = only_lines(plan, f"{line}-{line + 1}")
+    both = plan_of_lines(plan, f"{line}-{line + 1}")
     assert [a.name for a in both.actions] == ["checkpoint", "zero"] and both.mesh.world == 2
     for wrong, said in (("900", "no row is"), ("a-b", "cannot read the lines")):
         with pytest.raises(Refusal, match=said):
-            only_lines(plan, wrong)
+            plan_of_lines(plan, wrong)
 
 
 def test_only_on_the_command_line(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_more_than_eight_ranks_are_refused(mesh: str, small: str) -> None:
 
 
 def test_the_model_is_not_changed_by_its_proof(pool: Pool) -> None:
-    """Values, dtypes and flags of the user's module are what they were."""
+    """Values, dtypes and flags of the user's module stay unchanged."""
     model = models.gpt2(1, 0.1).float()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     mode = model.training

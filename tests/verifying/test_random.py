@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.modes import ambient, reentry
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
-from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.modes import enter_modes, restore_forward_context
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow
+from schedlang.runtime.scope import Scope, enter_scope, named_sites
 
 
 def _mask(shape, samples=None, p=0.5, step=0, seed=0, slices=None, draw=F.dropout) -> Tensor:
     """What survives of ones under a mask for `samples` (default: one per row)."""
     scope = Scope(step, 0, tuple(samples or range(shape[0])))
-    with ambient(LogicalDropout(seed, slices)), entered(scope):
+    with enter_modes(LogicalDropout(seed, slices)), enter_scope(scope):
         return draw(torch.ones(shape, dtype=torch.float64), p) != 0
 
 
@@ -26,7 +26,7 @@ def test_a_slice_is_a_slice_of_the_whole() -> None:
     """A rank that holds some rows, heads and columns draws exactly its part of the logical mask."""
     whole = _mask((4, 6, 5, 7))
     heads, columns = [4, 1], torch.tensor([0, 2, 3])
-    window = Window((6, 5, 7), (heads, None, columns))
+    window = LogicalWindow((6, 5, 7), (heads, None, columns))
     part = _mask((2, 2, 5, 3), samples=(3, 1), slices=lambda site, call, shape: window)
     assert torch.equal(part, whole[[3, 1]][:, heads][..., columns])
 
@@ -82,7 +82,7 @@ class Net(nn.Module):
         x = F.dropout(self.a(x), 0.2, self.training)
         for _ in range(2):
             if self.again:
-                context = lambda: (nullcontext(), reentry())  # noqa: E731
+                context = lambda: (nullcontext(), restore_forward_context())  # noqa: E731
                 x = checkpoint(self.body, x, use_reentrant=False, context_fn=context)
             else:
                 x = self.body(x)
@@ -95,14 +95,14 @@ class Net(nn.Module):
 def _gradients(model: nn.Module, parts: list[list[int]], inputs: Tensor) -> list[Tensor]:
     """Gradients of the sum of microbatches; first all forwards, then all backwards reversed."""
     model.zero_grad()
-    with ambient(LogicalDropout(7)):
+    with enter_modes(LogicalDropout(7)):
         scopes = [Scope(2, i, tuple(rows)) for i, rows in enumerate(parts)]
         losses = []
         for scope in scopes:
-            with entered(scope):
+            with enter_scope(scope):
                 losses.append(model(inputs[list(scope.samples)]).pow(2).sum())
         for scope, loss in reversed(list(zip(scopes, losses))):
-            with entered(scope):
+            with enter_scope(scope):
                 loss.backward()
     return [p.grad.clone() for p in model.parameters()]
 
@@ -142,7 +142,7 @@ def test_attention_that_drops_equals_attention_where_it_drops_nothing(mask, gqa:
     options = {"is_causal": mask == "causal", "scale": 0.3, "enable_gqa": gqa}
     results = []
     for p in (0.0, 1e-18):
-        with ambient(LogicalDropout(0)), entered(Scope(0, 0, (0, 1))):
+        with enter_modes(LogicalDropout(0)), enter_scope(Scope(0, 0, (0, 1))):
             out = F.scaled_dot_product_attention(q, k, v, masks.get(mask), p, **options)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for plain, written in zip(*results):
@@ -153,10 +153,10 @@ def test_attention_drops_the_logical_heads() -> None:
     """A rank that holds two of four heads drops in them what the whole drops in them."""
     gen = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(3, 4, 5, 8, generator=gen) for _ in range(3))
-    window = Window((4, 5, 5), ([2, 3], None, None))
+    window = LogicalWindow((4, 5, 5), ([2, 3], None, None))
     outs = []
     for slices, heads in ((None, slice(0, 4)), (lambda *_: window, slice(2, 4))):
-        with ambient(LogicalDropout(0, slices)), entered(Scope(0, 0, (0, 1, 2))):
+        with enter_modes(LogicalDropout(0, slices)), enter_scope(Scope(0, 0, (0, 1, 2))):
             held = (t[:, heads] for t in (q, k, v))
             outs.append(F.scaled_dot_product_attention(*held, dropout_p=0.5))
     assert (outs[0][:, 2:] - outs[1]).abs().max() < 1e-6
@@ -197,7 +197,7 @@ def test_random_operators_are_drawn_logically(draw) -> None:
     x = torch.ones(4, 6, 8)
 
     def drawn(samples: tuple[int, ...]) -> Tensor:
-        with ambient(LogicalDropout(0)), entered(Scope(0, 0, samples)):
+        with enter_modes(LogicalDropout(0)), enter_scope(Scope(0, 0, samples)):
             return draw(x[: len(samples)].clone())
 
     whole = drawn((0, 1, 2, 3))
@@ -220,27 +220,27 @@ def test_random_operators_are_drawn_logically(draw) -> None:
 def test_what_has_no_logical_form_is_refused(draw) -> None:
     """Randomness that would depend on the layout is refused, with the name of the operator."""
     x = torch.ones(2, 3)
-    with ambient(LogicalDropout(0)), entered(Scope(0, 0, (0, 1))), pytest.raises(Refusal):
+    with enter_modes(LogicalDropout(0)), enter_scope(Scope(0, 0, (0, 1))), pytest.raises(Refusal):
         draw(x)
 
 
 def test_what_is_not_random_passes() -> None:
     """Out of training, with p = 0, or outside a scope, nothing is drawn and nothing is refused."""
     x, mode = torch.ones(2, 3), LogicalDropout(0)
-    with ambient(mode), entered(Scope(0, 0, (0, 1))):
+    with enter_modes(mode), enter_scope(Scope(0, 0, (0, 1))):
         assert F.dropout(x, 0.5, training=False) is x
         torch.ops.aten.dropout(x, 0.5, False)
         F.rrelu(x)
         nn.LSTM(3, 3, 2, dropout=0.5).eval()(x)
         F.scaled_dot_product_attention(x, x, x)
-    with ambient(mode):
+    with enter_modes(mode):
         torch.randperm(3)
     assert mode.drawn == 0
 
 
 def test_normal_numbers_are_normal() -> None:
     """Mean, variance and fourth moment of 1e5 numbers, within 5 standard deviations."""
-    with ambient(LogicalDropout(0)), entered(Scope(0, 0, (0, 1))):
+    with enter_modes(LogicalDropout(0)), enter_scope(Scope(0, 0, (0, 1))):
         x = torch.randn(2, 50000, dtype=torch.float64)
     for power, mean, sd in ((1, 0, 1), (2, 1, math.sqrt(2)), (4, 3, math.sqrt(96))):
         assert abs(x.pow(power).mean().item() - mean) < 5 * sd / math.sqrt(x.numel())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.scope import Scope, enter_scope
 from tests.proofs import planned, proven
 
 
@@ -52,7 +52,7 @@ def test_layer_by_layer_is_what_torch_computes(kind: Any, options: dict[str, Any
     want = net.rnn(x)
     net.rnn.dropout = 1e-15
     drawing = LogicalDropout(0)
-    with ambient(drawing), entered(Scope(0, 0, tuple(range(6 if net.first else 7)))):
+    with enter_modes(drawing), enter_scope(Scope(0, 0, tuple(range(6 if net.first else 7)))):
         got = net.rnn(x if net.first else x)
     assert drawing.drawn == 2
     for one, other in zip(

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.verify import saved
-from schedlang.passes.verify.runs import runs
-from schedlang.passes.verify.sides import Case, observed, prepared, widened
+from schedlang.passes.verify import saved_state
+from schedlang.passes.verify.proof_case import (
+    Case,
+    observe_programs,
+    prepare_case,
+    randomised_float64,
+)
+from schedlang.passes.verify.training_runs import plan_runs
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -46,16 +51,18 @@ Both = tuple[Tensor, Tensor]
 
 def _outputs(folder: Path) -> tuple[Both, Both]:
     """Of the saved program and of another: the first one made, and what the proof compares."""
-    case = widened(prepared(Case(planned(Turned().double(), ROWS), (batch(1),), dtype="none")))
-    conditions = runs(case).conditions[:2]
+    case = randomised_float64(
+        prepare_case(Case(planned(Turned().double(), ROWS), (batch(1),), dtype="none"))
+    )
+    conditions = plan_runs(case).conditions[:2]
     own = conditions[1].case
     assert own is not None and not own.plan.model.model.get_parameter(FROZEN).requires_grad
     made: list[Program] = []
-    with ambient(Float64()):
-        observed(case, conditions, made)
+    with enter_modes(Float64()):
+        observe_programs(case, conditions, made)
         made[1].save(folder / "state")
-        first = saved._load_and_evaluate(made[1], made[0], case.batches[0], str(folder))
-        found = saved.reloaded(made, case, conditions, str(folder))
+        first = saved_state._load_and_evaluate(made[1], made[0], case.batches[0], str(folder))
+        found = saved_state.load_on_ranks(made, case, conditions, str(folder))
     a, b = ((want["y"], got["y"]) for want, got in (first, found))
     return a, b
 

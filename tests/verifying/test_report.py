@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from schedlang.report import Gap, Report, Row, lines
+from schedlang.report import Gap, Report, Row, report_lines
 
 GOOD = Row("SGD", "gradients", "w", 1e-15, 1e-9, True, 0)
 EXACT = Row("SGD", "trainable set", "3 = 3", 0.0, 0.0, True)
@@ -97,7 +97,7 @@ def made(**more: object) -> Report:
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_it_fits(width: int) -> None:
     """No line is wider than the terminal, and every name stands in it as a whole word."""
-    shown = [text for _, text in lines(made(), width)]
+    shown = [text for _, text in report_lines(made(), width)]
     assert max(map(len, shown)) <= width
     words = {word for line in shown for word in line.split()}
     assert NAMES[0] in words
@@ -107,11 +107,11 @@ def test_it_fits(width: int) -> None:
 
 def test_pass_stands_alone() -> None:
     """The verdict, and one line of what was not exercised; all of it only where asked for."""
-    short = [text for _, text in lines(made(), 80)]
+    short = [text for _, text in report_lines(made(), 80)]
     assert short[-2] == " PASS in 3.0 s · equal up to floating-point rounding"
     assert short[-1] == " not exercised: no float inputs, no dropout and 2 more (--verbose)"
     assert not any("could hide" in line for line in short)
-    long = [text for _, text in lines(made(), 80, verbose=True)]
+    long = [text for _, text in report_lines(made(), 80, verbose=True)]
     assert [line for line in long if "could hide mistakes of kind" in line] == long[-4:]
     assert "(report.gaps)" in str(made())
 

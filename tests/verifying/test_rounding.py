@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.compare import RTOL
-from schedlang.passes.verify.conditioning import Bounds
+from schedlang.passes.verify.conditioning import ErrorBounds
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.working_dtype import SCALED, TIPPED, tipped
+from schedlang.passes.verify.working_dtype import ROUNDED_NOTE, SCALE_NOTE, describe_changed_choices
 from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory import quantized
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.rng.logical_dropout import mixed, stream
+from schedlang.runtime.rng.logical_dropout import stream_numbers, stream_of
 from tests.engine import Threads
 from tests.proofs import planned
 
@@ -65,10 +65,12 @@ def test_tipped_choices_are_counted() -> None:
     """By site and operator, among those that both sides have."""
     right = {(0, "gate", "topk", 0, k): torch.tensor([[k]]) for k in range(3)}
     other = {key: value.clone() for key, value in right.items()}
-    assert tipped(right, other) == []
+    assert describe_changed_choices(right, other) == []
     other[(0, "gate", "topk", 0, 1)] += 1
     del other[(0, "gate", "topk", 0, 2)]
-    assert tipped(right, other) == ["1 of 2 choices of `topk` in `gate` differ"]
+    assert describe_changed_choices(right, other) == [
+        "1 of 2 choices of `topk` in `gate` differ"
+    ]
 
 
 def test_what_a_batch_gives_is_in_the_dtype_asked_for(pool: Pool) -> None:
@@ -144,7 +146,7 @@ def test_where_the_original_alone_skips_a_step_both_scale_the_loss_less(
 
     good = proved(False)
     assert good.ok, str(good)
-    assert any(SCALED in said and "65,536" in said for _, said in good.facts), good.facts
+    assert any(SCALE_NOTE in said and "65,536" in said for _, said in good.facts), good.facts
     bad = [row for row in proved(True).rows if not row.ok]
     assert {("gradients in working dtype", k) for k in (0, 1)} <= {(r.kind, r.step) for r in bad}
     assert all(row.error < math.inf for row in bad)
@@ -208,7 +210,7 @@ def _nearly() -> Tensor:
     parts = []
     for samples in ((0, 1, 2), (3, 4, 5)):
         places = torch.arange(1, 3 * WIDTH + 1)
-        bits = mixed(places, torch.tensor(stream("inner", 0, 0, samples, 1)))
+        bits = stream_numbers(places, torch.tensor(stream_of("inner", 0, 0, samples, 1)))
         x = (torch.arange(3 * WIDTH) % 13 + 2 - bits.double() / 2**53 - NEAR).float()
         x.view(3, WIDTH)[:, :2] = torch.tensor([0.0, 15.0])
         parts.append(x.view(3, WIDTH))
@@ -238,7 +240,7 @@ def test_a_number_that_rounding_tips_is_no_difference(
     monkeypatch.setattr(quantized, "_random_numbers", _more(quantized._random_numbers, 2 * NEAR))
     report = _report(threads)
     assert report.ok, [row for row in report.rows if not row.ok][:3]
-    assert any(row.note == TIPPED and "in working dtype" in row.kind for row in report.rows)
+    assert any(row.note == ROUNDED_NOTE and "in working dtype" in row.kind for row in report.rows)
     assert "as ranks took them" in dict(report.facts)["in fewer bits"]
 
 
@@ -255,7 +257,7 @@ def test_other_numbers_are_a_difference(threads: Threads, monkeypatch: pytest.Mo
 def test_where_nothing_is_tipped_nothing_is_said(threads: Threads) -> None:
     """The same sums round alike: the original is run once, as it is."""
     report = _report(threads)
-    assert report.ok and not any(row.note == TIPPED for row in report.rows)
+    assert report.ok and not any(row.note == ROUNDED_NOTE for row in report.rows)
     assert "in fewer bits" not in dict(report.facts)
 
 
@@ -347,4 +349,4 @@ def test_of_a_plain_mistake_the_original_is_not_asked() -> None:
 
     for value, gate in ((1.5, RTOL), (1.0 + 1e-8, 0.0)):
         row = Row("SGD", "gradients", "w", abs(value - 1.0), gate, False, 0)
-        assert Bounds(seen(1.0), run).widen([row], seen(value)) == [row]
+        assert ErrorBounds(seen(1.0), run).widen_gates([row], seen(value)) == [row]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from schedlang.runtime import scope
-from schedlang.runtime.scope import Scope, current, entered, named_sites
+from schedlang.runtime.scope import Scope, current, enter_scope, named_sites
 
 
 class Noted(nn.Module):
@@ -18,7 +18,7 @@ class Noted(nn.Module):
         self.seen, self.fail = seen, fail
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append((scope.site(), scope.next_call(scope.site())))
+        self.seen.append((scope.current_site(), scope.count_call(scope.current_site())))
         if self.fail:
             raise ValueError("as told")
         return x
@@ -40,8 +40,8 @@ class Caught(nn.Module):
 def test_scope_is_restored_after_nesting_and_errors() -> None:
     """Leaving a scope, by return or by exception, brings back the one around it."""
     one, two = Scope(0, 0, (0,)), Scope(0, 1, (1, 2))
-    with entered(one):
-        with pytest.raises(ValueError), entered(two):
+    with enter_scope(one):
+        with pytest.raises(ValueError), enter_scope(two):
             assert current() == two
             raise ValueError
         assert current() == one
@@ -57,7 +57,7 @@ def test_sites_are_paths_and_calls_count_within_one_pass() -> None:
     for _ in range(2):
         model(torch.ones(1))
     assert seen == [("0", 0), ("0", 1), ("2", 0)] * 2
-    assert scope.site() == ""
+    assert scope.current_site() == ""
 
 
 @pytest.mark.parametrize("deep", [1, 3])
@@ -71,7 +71,7 @@ def test_sites_survive_exceptions(deep: int) -> None:
     named_sites(model)
     model(torch.ones(1))
     assert seen[1] == ("after", 0)
-    assert scope.site() == ""
+    assert scope.current_site() == ""
 
 
 def test_a_scope_forgets_what_an_operation_left_behind() -> None:
@@ -83,10 +83,10 @@ def test_a_scope_forgets_what_an_operation_left_behind() -> None:
 
     model = nn.Sequential(Abrupt())
     named_sites(model)
-    with pytest.raises(KeyboardInterrupt), entered(Scope(0, 0, (0,))):
+    with pytest.raises(KeyboardInterrupt), enter_scope(Scope(0, 0, (0,))):
         model(torch.ones(1))
-    with entered(Scope(0, 1, (0,))):
-        assert scope.site() == ""
+    with enter_scope(Scope(0, 1, (0,))):
+        assert scope.current_site() == ""
 
 
 def test_an_earlier_hook_that_raises_does_not_pop_the_parent() -> None:
@@ -110,16 +110,16 @@ def test_capture_restores_place_and_counts() -> None:
 
     class Captures(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scope.next_call(scope.site())
-            kept.append(scope.capture())
+            scope.count_call(scope.current_site())
+            kept.append(scope.capture_scope())
             return x
 
     model = nn.Sequential(Captures())
     named_sites(model)
     here = Scope(3, 1, (5,))
-    with entered(here):
+    with enter_scope(here):
         model(torch.ones(1))
     for _ in range(2):
         with kept[0]():
-            assert (current(), scope.site(), scope.next_call("0")) == (here, "0", 1)
+            assert (current(), scope.current_site(), scope.count_call("0")) == (here, "0", 1)
     assert current() is None

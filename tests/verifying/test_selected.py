@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -149,7 +149,7 @@ def test_losses_as_they_are_written(threads: Threads, loss: Any, mesh: str) -> N
 def _evaluated(plan: Any, batch: dict[str, Tensor]) -> Tensor:
     from schedlang.passes.lower.build import build
 
-    with ambient(Float64()):
+    with enter_modes(Float64()):
         program = build(plan, batch, loss=writing)
         output: Tensor = program.eval_step({"x": batch["x"]})
     return output

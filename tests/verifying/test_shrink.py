@@ -23,21 +23,21 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import prove
-from schedlang.passes.reduce_model.blocks import neighbours
-from schedlang.passes.reduce_model.shrink import Shrunk, shrink, small_meshes
+from schedlang.passes.reduce_model.blocks import adjacent_kinds
+from schedlang.passes.reduce_model.shrink import ReducedModel, shrink, small_meshes
 from schedlang.passes.reduce_model.sizes import (
-    Key,
-    Recipe,
-    Rules,
-    Search,
-    Split,
-    counted,
-    learned,
-    recipes,
+    AxisRanks,
+    ModelRecipe,
+    QuantityPlace,
+    SizeRules,
+    SizeSearch,
+    find_recipes,
+    learn_quantities,
+    read_quantities,
     special_ids,
 )
-from schedlang.passes.reduce_model.small_batch import Cutting, small
-from schedlang.passes.verify.sides import Case
+from schedlang.passes.reduce_model.small_batch import BatchReduction, reduce_batch
+from schedlang.passes.verify.proof_case import Case
 from schedlang.runtime.launch.pool import Pool
 from tests.zoo.pool import Mutated
 from tests.zoo.tensor import enter_without_all_reduce
@@ -101,7 +101,7 @@ def shrunken(
     text: str,
     batch: Callable[[int], Mapping[str, Any]] | None = None,
     **options: Any,
-) -> Shrunk:
+) -> ReducedModel:
     """The reduction of a model under a schedule without a header."""
     tree = parse(Source("big.sched", f"schedule 1\n\n{text}"))
     made = batch or tokens(128256)
@@ -131,7 +131,10 @@ def test_llama_70b() -> None:
     assert config.vocab_size % 2 == 0 and config.intermediate_size % 2 == 0
     assert [a.name for a in found.plan.actions].count("shard") == 6
     assert not any(p.is_meta for p in found.plan.model.model.parameters())
-    assert "num_hidden_layers 80 -> 4" in found.said and "dp=16, pp=8, tp=8 -> dp=2" in found.said
+    assert (
+        "num_hidden_layers 80 -> 4" in found.description
+        and "dp=16, pp=8, tp=8 -> dp=2" in found.description
+    )
     assert any("ranks along `dp`" in gap.condition for gap in found.gaps)
 
 
@@ -301,7 +304,7 @@ def test_a_number_of_unknown_meaning() -> None:
         "lengths": torch.tensor([50, 4, 9, 1]),
     }
     with pytest.raises(Refusal, match="S753"):
-        small(batch, Cutting({}, {}, (), (1, 1)))
+        reduce_batch(batch, BatchReduction({}, {}, (), (1, 1)))
 
 
 def test_a_model_of_unknown_sizes() -> None:
@@ -459,23 +462,23 @@ class Counting(nn.Module):
 
 def test_forms() -> None:
     """Products, ratios and lines of sizes are recognised; what is none of these is no form."""
-    (recipe,) = recipes(Counting(), Counting)
-    forms = {q.key: q.form for q in learned(recipe, {})}
+    (recipe,) = find_recipes(Counting(), Counting)
+    forms = {q.key: q.formula for q in learn_quantities(recipe, {})}
     other = {"width": 120, "heads": 10, "places": 30}
-    made = counted(Counting(**other))
+    made = read_quantities(Counting(**other))
     for key, form in forms.items():
         if key[:2] in (("odd", "weight"), ("odd", "bias"), ("odd", "out_features")) and key.dim < 1:
             assert form is None
         else:
-            assert form is not None and (key not in made or form.at(other) == made[key]), key
+            assert form is not None and (key not in made or form.evaluate(other) == made[key]), key
 
 
 def test_the_search_is_sound() -> None:
     """Whatever it gives keeps divisibility, ratios and order, and the first is small."""
-    (recipe,) = recipes(Counting(), Counting)
-    known = learned(recipe, {})
-    rules = Rules((Split(6, 3),), (), frozenset({Key("table", "weight", 0)}))
-    found = next(iter(Search(recipe.sizes, known, rules)))
+    (recipe,) = find_recipes(Counting(), Counting)
+    known = learn_quantities(recipe, {})
+    rules = SizeRules((AxisRanks(6, 3),), (), frozenset({QuantityPlace("table", "weight", 0)}))
+    found = next(iter(SizeSearch(recipe.sizes, known, rules)))
     assert found["width"] % 3 == 0 and found["heads"] % 3 == 0 and found["width"] < 96
     assert found["width"] % found["heads"] == 0 and found["places"] + 2 >= 16
     assert found["width"] // found["heads"] == 8  # a ratio of sizes, and small: kept
@@ -486,8 +489,8 @@ def test_neighbours(layers: list[str]) -> None:
     """Doubling a run changes nothing once it has two layers; a new kind or seam changes it."""
     runs = [x for x in layers for _ in range(2)]
     longer = [x for x in layers for _ in range(3)]
-    assert neighbours(runs) == neighbours(longer)
-    assert neighbours(runs) != neighbours([*runs, "C"])
+    assert adjacent_kinds(runs) == adjacent_kinds(longer)
+    assert adjacent_kinds(runs) != adjacent_kinds([*runs, "C"])
 
 
 def test_a_recipe_of_nested_configs() -> None:
@@ -496,8 +499,8 @@ def test_a_recipe_of_nested_configs() -> None:
 
     with torch.device("meta"):
         model = Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=6))
-    recipe: Recipe = next(iter(recipes(model)))
-    made = recipe.meta({"num_hidden_layers": 4})
+    recipe: ModelRecipe = next(iter(find_recipes(model)))
+    made = recipe.make_on_meta({"num_hidden_layers": 4})
     assert made is not None and len(made.config.layer_types) == 4
     assert model.config.num_hidden_layers == len(model.config.layer_types) == 6
 

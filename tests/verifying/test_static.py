@@ -14,14 +14,14 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze import holdings as book
-from schedlang.passes.static_checks import owners
+from schedlang.passes.static_checks import ownership
 from schedlang.passes.static_checks.static import Static, static
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.pipeline import executor
-from schedlang.runtime.propagation import dry, follow
-from schedlang.runtime.sharding import embedding, shard
+from schedlang.runtime.propagation import dry_run, follower
+from schedlang.runtime.sharding import edges, embedding
 from tests import layouts, models
 from tests.proofs import planned
 from tests.sharding import test_uneven
@@ -255,30 +255,30 @@ def test_a_mean_where_a_sum_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_trace_that_forgets_what_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms between split tokens, which the planner does not note: the proof has its own notes."""
-    monkeypatch.setattr(follow.Follower, "use", lambda self, name, parts: None)
+    monkeypatch.setattr(follower.Follower, "note_use", lambda self, name, parts: None)
     found = _found(proven("llama sp"), "S711")
     assert found and all("`tp`" in one.title and "shard(" in _line(one) for one in found)
 
 
 def test_a_trace_that_sums_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in a sharded module is taken for a part."""
-    plain = dry._note_leaf
+    plain = dry_run._note_leaf
 
     def noted(leaf: Any, edges: Any, note: Any, out: Any, follower: Any) -> None:
         plain(leaf, edges, note, out, follower)
         if leaf.bias is not None:
             follower.partial.setdefault(leaf.bias, set()).add(edges[0].group.axes[0])
 
-    monkeypatch.setattr(dry, "_note_leaf", noted)
+    monkeypatch.setattr(dry_run, "_note_leaf", noted)
     found = _found(proven("gpt2 tp"), "S712")
     assert found and all("shard(row" in _line(one) for one in found)
 
 
 def test_an_edge_that_forgets_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks compute differently, gradients of what all hold alike have to be summed."""
-    plain = dry._edge
+    plain = dry_run._edge
     same = lambda *args: replace(plain(*args), differ=False)  # noqa: E731
-    monkeypatch.setattr(dry, "_edge", same)
+    monkeypatch.setattr(dry_run, "_edge", same)
     found = _found(proven("bert tp"), "S711")
     assert found and any("shard(col" in _line(one) for one in found)
 
@@ -288,9 +288,9 @@ def test_an_edge_that_forgets_its_backward(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_linear_calls_stand_before_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not linear is named, with the row whose sum comes too late."""
-    plain = shard.COMPUTES["Conv1D"]
+    plain = edges.PRODUCTS_BY_KIND["Conv1D"]
     late = lambda module, x, bias: torch.tanh(plain(module, x, bias))  # noqa: E731
-    monkeypatch.setitem(shard.COMPUTES, "Conv1D", late)  # type: ignore[arg-type]
+    monkeypatch.setitem(edges.PRODUCTS_BY_KIND, "Conv1D", late)  # type: ignore[arg-type]
     found = _found(proven("gpt2 tp"), "S713")
     assert found and all("`tanh` is not linear" in one.title for one in found)
     assert {"shard(row" in _line(one) for one in found} == {True}
@@ -351,9 +351,9 @@ def test_messages_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_buffer_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that a stage's module has and no stage is said to hold."""
-    plain = owners.buffer_stages
+    plain = ownership.buffer_stages
     forgets = lambda staged: {k: v for k, v in plain(staged).items() if "0" not in k}  # noqa: E731
-    monkeypatch.setattr(owners, "buffer_stages", forgets)
+    monkeypatch.setattr(ownership, "buffer_stages", forgets)
     plan = planned(Buffered(), _pipe("blocks"), "pp=2")
     (found,) = _found(static(plan, models.points(4)), "S715")
     assert "blocks.0.shift" in found.notes[0] and "pipeline_split" in _line(found)
@@ -361,11 +361,11 @@ def test_a_buffer_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained parameter of a rank that its optimizer was not given."""
-    from schedlang.passes.static_checks import roles
+    from schedlang.passes.static_checks import rank_steps
 
-    played = roles._simulate_rank
+    played = rank_steps._simulate_rank
     lost = lambda *args: replace(made := played(*args), trained=made.trained[1:])  # noqa: E731
-    monkeypatch.setattr(roles, "_simulate_rank", lost)
+    monkeypatch.setattr(rank_steps, "_simulate_rank", lost)
     found = _found(proven("gpt2 dp"), "S715")
     assert found and "does not train it exactly once" in found[0].title
 

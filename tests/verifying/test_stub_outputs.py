@@ -12,16 +12,22 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.lower import executor
+from schedlang.passes.lower import step_parts
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.observe import Condition, conditions
-from schedlang.passes.verify.outputs import with_outputs
-from schedlang.passes.verify.sides import Case, as_worked, prepared, tried, widened
-from schedlang.runtime.pipeline.stage import Recorded, Stub
-from schedlang.runtime.tracing.graph import cut
-from schedlang.runtime.tracing.meta import meta_model
-from schedlang.runtime.tracing.record import record
-from schedlang.runtime.tracing.units import Switch
+from schedlang.passes.verify.observe import Condition, standard_conditions
+from schedlang.passes.verify.proof_case import (
+    Case,
+    observe_on_rank,
+    prepare_case,
+    randomised_float64,
+    working_case,
+)
+from schedlang.passes.verify.stage_outputs import add_stage_outputs
+from schedlang.runtime.pipeline.stage import RecordedOutputs, Stub
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.recording import record_forward
+from schedlang.runtime.tracing.stage_graph import split_graph
+from schedlang.runtime.tracing.units import CallSwitch
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned
@@ -32,33 +38,33 @@ BATCHES = tuple(models.tokens(rows=rows, seed=seed) for rows, seed in ((8, 0), (
 
 
 def _case(rows: str, mesh: str) -> tuple[Case, Case | None, tuple[Condition, ...]]:
-    case = prepared(Case(planned(models.gpt2(2), rows, mesh), BATCHES))
-    working, case = as_worked(case), widened(case)
-    return case, working, conditions(case.batches, 1.0)
+    case = prepare_case(Case(planned(models.gpt2(2), rows, mesh), BATCHES))
+    working, case = working_case(case), randomised_float64(case)
+    return case, working, standard_conditions(case.batches, 1.0)
 
 
 def _met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The units that ranks run for their shapes from now on."""
     met: list[int] = []
-    real = Stub._shapes
+    real = Stub._run_on_meta
 
     def shapes(stub: Stub, unit: int, *given: Any) -> Any:
         met.append(unit)
         return real(stub, unit, *given)
 
-    monkeypatch.setattr(Stub, "_shapes", shapes)
+    monkeypatch.setattr(Stub, "_run_on_meta", shapes)
     return met
 
 
 def test_ranks_find_nothing_more(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that ranks ask for in training and evaluation is known to them, and the same results."""
     case, working, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
-    knowing, _, sent = with_outputs(case, working, told)
+    knowing, _, sent = add_stage_outputs(case, working, told)
     met = _met(monkeypatch)
-    right = threads.run(tried, 4, case, told)[0]
+    right = threads.run(observe_on_rank, 4, case, told)[0]
     assert met  # else nothing is shown
     met.clear()
-    found = threads.run(tried, 4, knowing, sent)[0]
+    found = threads.run(observe_on_rank, 4, knowing, sent)[0]
     assert not met
     assert found.tensors.keys() == right.tensors.keys()
     for key, value in right.tensors.items():
@@ -71,21 +77,21 @@ def test_the_model_is_copied_only_where_something_is_not_known(
 ) -> None:
     """Who has all outputs needs no copy without values; who has some finds the others the same."""
     case, _, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
-    knowing, _, sent = with_outputs(case, None, told)
+    knowing, _, sent = add_stage_outputs(case, None, told)
     assert knowing.prepared is not None
     some = dict(list(knowing.prepared.outputs.items())[:1])
     less = replace(knowing, prepared=replace(knowing.prepared, outputs=some))
     copies: list[object] = []
-    real = executor.local_skeleton
+    real = step_parts.local_skeleton
 
     def skeleton(*given: Any) -> nn.Module:
         copies.append(given)
         return real(*given)
 
-    monkeypatch.setattr(executor, "local_skeleton", skeleton)
-    right = threads.run(tried, 4, knowing, sent)[0]
+    monkeypatch.setattr(step_parts, "local_skeleton", skeleton)
+    right = threads.run(observe_on_rank, 4, knowing, sent)[0]
     assert not copies
-    found = threads.run(tried, 4, less, sent)[0]
+    found = threads.run(observe_on_rank, 4, less, sent)[0]
     assert copies and found.tensors.keys() == right.tensors.keys()
     for key, value in right.tensors.items():
         other = found.tensors[key]
@@ -96,7 +102,7 @@ def test_the_model_is_copied_only_where_something_is_not_known(
 def test_one_rank_for_a_stage_finds_them_itself(mesh: str) -> None:
     """Where nobody else asks alike, this process would only do the work of a rank."""
     rows = ROWS.format("transformer.h", "") if "pp" in mesh else ZERO
-    knowing, _, _ = with_outputs(*_case(rows, mesh))
+    knowing, _, _ = add_stage_outputs(*_case(rows, mesh))
     assert knowing.prepared is not None and not knowing.prepared.outputs
 
 
@@ -119,8 +125,8 @@ def test_what_the_model_raises_is_left_to_the_ranks() -> None:
     """Then nothing is known, and nothing is said here."""
     plan = planned(Choosy(), ROWS.format("blocks", ZERO), "dp=2, pp=2")
     batches = tuple({"x": torch.ones(rows, 4)} for rows in (8, 4, 8))
-    case = prepared(Case(plan, batches))
-    knowing, _, _ = with_outputs(case, None, conditions(case.batches, 1.0))
+    case = prepare_case(Case(plan, batches))
+    knowing, _, _ = add_stage_outputs(case, None, standard_conditions(case.batches, 1.0))
     assert knowing.prepared is not None and not knowing.prepared.outputs
 
 
@@ -229,23 +235,23 @@ def _told_of(made: Any) -> Any:
 def test_the_record_shows_what_stand_ins_find() -> None:
     """It tells of units that neither draw nor look at values, and the same as a run for shapes."""
     model, batch = _Chain(), {"ids": torch.tensor([[0, 1, 2], [3, 0, 1]])}
-    recorded = Recorded(model, NAMES)
-    made = cut(record(model, NAMES, batch, met=recorded), [0] * 7 + [1])
+    recorded = RecordedOutputs(model, NAMES)
+    made = split_graph(record_forward(model, NAMES, batch, met=recorded), [0] * 7 + [1])
     stub = Stub(meta_model(model, {}), made)
-    stub.meet(Switch(model, NAMES), model, batch, len(NAMES))
-    known = recorded.known_of(model)
+    stub.find_outputs(CallSwitch(model, NAMES), model, batch, len(NAMES))
+    known = recorded.outputs_for(model)
     assert sorted(key[0] for key in known) == [0, 1, 2, 5]
     assert {key: _told_of(one) for key, one in known.items()} == {
-        key: _told_of(stub.found[key]) for key in known
+        key: _told_of(stub.portable_outputs[key]) for key in known
     }
-    assert not recorded.known_of(_Chain().eval())
-    assert not recorded.known_of(_Chain().bfloat16())
+    assert not recorded.outputs_for(_Chain().eval())
+    assert not recorded.outputs_for(_Chain().bfloat16())
 
 
 def test_what_nothing_reads_is_made_once() -> None:
     """It is NaN that nobody can write into, and is made anew where modes follow tensors."""
     model, ids = _Chain(), torch.tensor([[0, 1, 2], [3, 0, 1]])
-    made = cut(record(model, NAMES, {"ids": ids}), [0] * 7 + [1])
+    made = split_graph(record_forward(model, NAMES, {"ids": ids}), [0] * 7 + [1])
     stub = Stub(meta_model(model, {}), made)
 
     def output() -> Tensor:
@@ -271,6 +277,6 @@ def test_who_was_told_by_the_record_looks_for_nothing(
     met = _met(monkeypatch)
     threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
     assert not met
-    monkeypatch.setattr(Recorded, "known_of", lambda *_: {})
+    monkeypatch.setattr(RecordedOutputs, "outputs_for", lambda *_: {})
     threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
     assert met  # else nothing is shown

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.runtime.batch import split
+from schedlang.runtime.batch import split_batch
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.scope import Scope, enter_scope
 from tests.proofs import planned, proven
 
 ROWS, LENGTH, WIDTH = 8, 5, 8
@@ -88,7 +88,7 @@ def test_parts_of_a_batch_share_the_mask() -> None:
 
     def drawn(step: int, rows: tuple[int, ...]) -> Tensor:
         mode = LogicalDropout(3, unbatched={("", 0): True})
-        with ambient(mode), entered(Scope(step, 0, rows)):
+        with enter_modes(mode), enter_scope(Scope(step, 0, rows)):
             return F.dropout(table, 0.5)
 
     assert torch.equal(drawn(0, (0, 1)), drawn(0, (2, 3, 4)))
@@ -111,15 +111,15 @@ class Rows(nn.Module):
 def test_rows_of_no_tensor_of_the_batch_are_rows(pool: Pool) -> None:
     """What has as many rows as the batch is drawn row by row, whatever it is made of."""
     plan = planned(Rows(), "zero(stage=0, over=dp)", "dp=2")
-    sample = split(BATCHES[0], 2, 1)[0][0].inputs
-    assert not propagate(plan, sample).unbatched
+    sample = split_batch(BATCHES[0], 2, 1)[0][0].inputs
+    assert not propagate(plan, sample).unbatched_masks
     proven(pool, plan, BATCHES)
 
 
 def test_a_table_is_known(pool: Pool) -> None:
     """Which draws have no rows is told of each, where one module draws of both kinds."""
     plan = planned(Relative(inside=True), "zero(stage=0, over=dp)", "dp=2")
-    found = propagate(plan, split(BATCHES[0], 2, 1)[0][0].inputs).unbatched
+    found = propagate(plan, split_batch(BATCHES[0], 2, 1)[0][0].inputs).unbatched_masks
     assert found["blocks.1", 0] and not found["blocks.1", 1]
 
 

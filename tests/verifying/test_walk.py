@@ -17,13 +17,13 @@ from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.lower.train import Course, train
+from schedlang.passes.lower.train import TrainingRun, train
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.verify import probe
-from schedlang.passes.verify.probe import cheaply
+from schedlang.passes.verify.probe import check_if_cheap
 from schedlang.schedule import Schedule
-from schedlang.verbs.run import sound
+from schedlang.verbs.run import trace_course
 from tests import expert_models
 from tests.engine import Threads
 
@@ -467,7 +467,7 @@ def _verified(walk: Walk, threads: Threads) -> None:
 
 
 def _trained(walk: Walk, threads: Threads) -> None:
-    course = sound(Course(_plan(walk), walk.batch, walk.loss, steps=2))
+    course = trace_course(TrainingRun(_plan(walk), walk.batch, walk.loss, steps=2))
     assert len(threads.run(train, course.plan.mesh.world, course)[0].steps) == 2
 
 
@@ -489,7 +489,7 @@ def test_what_is_asked_leaves_no_trace() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.random.get_rng_state()
     found = prepare(plan, walk.batch(0))
-    cheaply(plan, walk.batch(0), found)
+    check_if_cheap(plan, walk.batch(0), found)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not model.training and all(p.grad is None for p in model.parameters())
     for name, value in model.state_dict().items():
@@ -502,11 +502,11 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     plan, batch = _plan(walk), walk.batch(0)
     found = prepare(plan, batch)
     with pytest.raises(Refusal, match="S703") as caught:
-        cheaply(plan, batch, found)
+        check_if_cheap(plan, batch, found)
     assert "a sum over rows, not a mean" in str(caught.value)
     with monkeypatch.context() as patch:
-        patch.setattr(probe, "CHEAP", 10)
-        cheaply(plan, batch, found)
+        patch.setattr(probe, "CHEAP_WORK", 10)
+        check_if_cheap(plan, batch, found)
 
     def dies(self: Summed, x: Tensor) -> Any:
         if x.is_meta:
@@ -514,29 +514,29 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
         raise TypeError("no kernel for Double")
 
     monkeypatch.setattr(Summed, "forward", dies)
-    cheaply(plan, batch, found)
+    check_if_cheap(plan, batch, found)
 
 
 @pytest.mark.parametrize("name", ["batch norm, dp", "batch norm, microbatches"])
 def test_a_batch_norm_is_seen_whatever_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large model too: one that trains by the rows of a part, unless that is allowed."""
-    monkeypatch.setattr(probe, "CHEAP", 10)
+    monkeypatch.setattr(probe, "CHEAP_WORK", 10)
     walk = WALKS[name]
     plan, batch = _plan(walk), walk.batch(0)
     found = prepare(plan, batch)
     with pytest.raises(Refusal, match="`blocks.0.1`, a `BatchNorm1d`, takes statistics"):
-        cheaply(plan, batch, found)
+        check_if_cheap(plan, batch, found)
     allowed = replace(plan, relaxed=(("", ("batch_stats",)),))
-    cheaply(allowed, batch, found)
-    unread = replace(found, traced=replace(found.traced, entries={}))
-    cheaply(plan, batch, unread)
+    check_if_cheap(allowed, batch, found)
+    unread = replace(found, traced=replace(found.traced, call_counts={}))
+    check_if_cheap(plan, batch, unread)
     model = plan.model.model
     for block in model.blocks:
         block[1].eval()
-    cheaply(plan, batch, found)
+    check_if_cheap(plan, batch, found)
     model.eval()  # loaded so: all of it trains
     with pytest.raises(Refusal, match="S703"):
-        cheaply(plan, batch, found)
+        check_if_cheap(plan, batch, found)
 
 
 def test_a_batch_norm_of_one_row() -> None:

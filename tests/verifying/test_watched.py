@@ -83,7 +83,7 @@ LOGICAL: dict[str, tuple[Layer, nn.Module | None]] = {
 def test_what_functions_draw_inside_is_seen(name: str) -> None:
     """It is random, and it has a logical form."""
     found = traced(*LOGICAL[name])
-    assert found.random and not found.apart
+    assert found.is_random and not found.unequal_draws
 
 
 APART: dict[str, tuple[Layer, nn.Module | None]] = {
@@ -100,7 +100,7 @@ APART: dict[str, tuple[Layer, nn.Module | None]] = {
 def test_what_cannot_be_drawn_alike_is_refused_by_several_ranks(name: str) -> None:
     """Before anything runs, at its name; one rank draws as torch does."""
     model = Drawing(*APART[name])
-    assert name in traced(*APART[name]).apart
+    assert name in traced(*APART[name]).unequal_draws
     prepare(planned(model, "enter  checkpoint()"), BATCH)
     with pytest.raises(Refusal, match=f"S812.*{name}"):
         prepare(planned(model, "zero(stage=1, over=dp)", "dp=2"), BATCH)
@@ -120,7 +120,7 @@ STILL: dict[str, tuple[Layer, nn.Module | None]] = {
 def test_what_draws_nothing_is_not_random(name: str) -> None:
     """Dropout of nothing, or out of training."""
     found = traced(*STILL[name])
-    assert not found.random and not found.apart
+    assert not found.is_random and not found.unequal_draws
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.passes.prove import prove
-from schedlang.runtime.checkpointing.holding import Holding
+from schedlang.runtime.checkpointing.holdings import Holding
 from schedlang.runtime.launch.pool import Pool
 from tests import zoo
 from tests.tiers import thinned
@@ -42,7 +42,7 @@ def test_every_entry_is_whole(entry: Bug) -> None:
 
 @pytest.mark.parametrize("spec, scene", thinned(HUNTS), ids=[f"{s}-{n}" for s, n in HUNTS])
 def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
-    """The proof fails, or the run is refused or dies as it must; here for half of the zoo."""
+    """The proof fails, or the run is refused or ends with the expected error (half of the zoo)."""
     assert hunt(spec, scene, pool, blame=False).killed
 
 

@@ -16,7 +16,7 @@ from tests.zoo.bug import CONSTANT, REDUCTION, SKIP, Patch, Site, bug
 @bug("C30", "cast", REDUCTION, "scaled", credit="PyTorch, AMP examples")
 def clipped_before_unscaled(patch: Patch, site: Site) -> None:
     """Gradients are clipped while they are still multiplied by the scale of the loss."""
-    unscale, following = LossScale.unscale, LossScale.next
+    unscale, following = LossScale.unscale, LossScale.update
     held: dict[int, Mapping[str, nn.Parameter]] = {}
 
     def later(self: LossScale, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -27,19 +27,19 @@ def clipped_before_unscaled(patch: Patch, site: Site) -> None:
         return following(self)
 
     patch.setattr(LossScale, "unscale", later)
-    patch.setattr(LossScale, "next", after)
+    patch.setattr(LossScale, "update", after)
 
 
 @bug("C31", "cast", SKIP, "overflowing", credit="Micikevicius et al. 2018")
 def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
     """A step whose gradients overflowed is made, and not skipped."""
-    following = LossScale.next
+    following = LossScale.update
 
     def always(self: LossScale) -> bool:
         following(self)
         return True
 
-    patch.setattr(LossScale, "next", always)
+    patch.setattr(LossScale, "update", always)
 
 
 @bug("C32", "cast", CONSTANT, "scaled", credit="Micikevicius et al. 2018")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime.activation_memory import quantized
-from schedlang.runtime.activation_memory.quantized import Coding, Rounded
+from schedlang.runtime.activation_memory.quantized import Quantization, QuantizedTensor
 from tests.zoo.bug import CONSTANT, FREEZE, GROUP, SKIP, SLICE, Patch, Site, bug
 
 ROW = "compress("
@@ -19,13 +19,13 @@ ROW = "compress("
 @bug("F40", "compress", SLICE, "rounded", row=ROW)
 def steps_of_another_block(patch: Patch, site: Site) -> None:
     """Each block of whole numbers is read with the step of the block before it."""
-    plain = quantized.rounded
+    plain = quantized.quantize
 
-    def wrong(*given: Any) -> Rounded:
+    def wrong(*given: Any) -> QuantizedTensor:
         made = plain(*given)
         return replace(made, step=made.step.roll(1))
 
-    patch.setattr(quantized, "rounded", wrong)
+    patch.setattr(quantized, "quantize", wrong)
 
 
 @bug("F41", "compress", CONSTANT, "rounded", row=ROW, credit="Chen et al. 2021")
@@ -50,7 +50,7 @@ def draws_of_the_first_step(patch: Patch, site: Site) -> None:
 def weights_are_rounded(patch: Patch, site: Site) -> None:
     """Weights that are saved for backward are rounded with everything else."""
 
-    patch.setattr(quantized, "Addresses", lambda module: frozenset())
+    patch.setattr(quantized, "ModuleAddresses", lambda module: frozenset())
 
 
 @bug("F44", "compress", SLICE, "rounded", row=ROW)
@@ -58,7 +58,7 @@ def halves_of_bytes_swapped(patch: Patch, site: Site) -> None:
     """Of two numbers in a byte each is taken for the other."""
     plain = quantized._unpack_bits
 
-    def unpacked(codes: Tensor, coding: Coding) -> Tensor:
+    def unpacked(codes: Tensor, coding: Quantization) -> Tensor:
         return plain((codes >> 4) | (codes << 4), coding)
 
     patch.setattr(quantized, "_unpack_bits", unpacked)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.moe import dispatch, experts
-from schedlang.runtime.sharding import shard
+from schedlang.runtime.sharding import edges
 from tests.zoo.bug import ADJOINT, DETACH, GROUP, REDUCTION, SLICE, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
@@ -53,19 +53,19 @@ def router_left_out(patch: Patch, site: Site) -> None:
 @bug("E04b", EP, ADJOINT, "routed alike")
 def router_gets_a_part(patch: Patch, site: Site) -> None:
     """Where ranks see the same tokens, the router gets the gradient of its own experts only."""
-    here, plain = sharded_module(patch), shard.Edge.enter
+    here, plain = sharded_module(patch), edges.Edge.enter
 
     def entered(edge: Any, x: Any) -> Any:
         few = x.shape[-1] == 2  # the weights of two experts
         return x if few and site.covers(here()) else plain(edge, x)
 
-    patch.setattr(shard.Edge, "enter", entered)
+    patch.setattr(edges.Edge, "enter", entered)
 
 
 @bug("E07", EP, SLICE, "routed, dropped", row="none")  # the rule changes with its row
 def capacity_of_a_rank(patch: Patch, site: Site) -> None:
     """Capacity is counted by each rank for itself."""
-    here, plain = sharded_module(patch), experts.kept
+    here, plain = sharded_module(patch), experts.capacity_mask
 
     def kept(index: Any, count: int, capacity: float, groups: Any = ()) -> Any:
         if not site.covers(here()):
@@ -73,19 +73,19 @@ def capacity_of_a_rank(patch: Patch, site: Site) -> None:
         parts = index.chunk(1 if groups else 2)  # without groups: tokens of both ranks
         return torch.cat([plain(part, count, capacity) for part in parts])
 
-    patch.setattr(experts, "kept", kept)
+    patch.setattr(experts, "capacity_mask", kept)
 
 
 @bug("E08", EP, SLICE, "routed")
 def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
     """Tokens come back in another order than they went."""
-    here, plain = sharded_module(patch), dispatch.Way.home
+    here, plain = sharded_module(patch), dispatch.RoutedRows.return_results
 
     def home(self: Any, y: Tensor) -> Tensor:
         back = plain(self, y)
         return back.flip(0) if site.covers(here()) else back
 
-    patch.setattr(dispatch.Way, "home", home)
+    patch.setattr(dispatch.RoutedRows, "return_results", home)
 
 
 @bug("E14", EP, REDUCTION, "routed, cut")
@@ -102,7 +102,7 @@ def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
 @bug("E15", "zero", ADJOINT, "balanced", row="none")
 def statistics_keep_their_gradients(patch: Patch, site: Site) -> None:
     """A statistic of the batch passes back what this rank's loss gives, not what all give."""
-    patch.setattr(collectives.Total, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    patch.setattr(collectives.TotalSum, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 @bug("E16", "zero", REDUCTION, "balanced", row="none")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.fusion import fuse
-from schedlang.runtime.fusion.decomposed import COMPUTES, Decomposed
-from schedlang.runtime.fusion.rewrite import Region
+from schedlang.runtime.fusion.decomposed_bias import PRODUCTS_BY_KIND, DecomposedBias
+from schedlang.runtime.fusion.rewrite import FusedRegion
 from schedlang.runtime.kernel_injection import replaced_module
 from schedlang.runtime.rowwise_kernels import launch
 from tests.zoo.bug import ARGUMENT, DETACH, FREEZE, REDUCTION, SLICE, Patch, Site, bug
@@ -21,9 +21,9 @@ def bias_without_history(patch: Patch, site: Site) -> None:
     """The bias that is added apart gets no gradient."""
 
     def called(self: Any, inner: Any, x: Tensor) -> Tensor:
-        return COMPUTES[self.kind](self.module, x, False) + self.module.bias.detach()
+        return PRODUCTS_BY_KIND[self.kind](self.module, x, False) + self.module.bias.detach()
 
-    patch.setattr(Decomposed, "__call__", called)
+    patch.setattr(DecomposedBias, "__call__", called)
 
 
 @bug("F51", "decompose", REDUCTION, "decomposed")
@@ -31,15 +31,15 @@ def bias_twice(patch: Patch, site: Site) -> None:
     """The product adds its bias, too."""
 
     def called(self: Any, inner: Any, x: Tensor) -> Tensor:
-        return COMPUTES[self.kind](self.module, x, True) + self.module.bias
+        return PRODUCTS_BY_KIND[self.kind](self.module, x, True) + self.module.bias
 
-    patch.setattr(Decomposed, "__call__", called)
+    patch.setattr(DecomposedBias, "__call__", called)
 
 
 @bug("F52", "fuse", ARGUMENT, "patterned")
 def arguments_in_another_order(patch: Patch, site: Site) -> None:
     """A region is given its arguments in another order than it was made for."""
-    patch.setattr(Region, "__call__", lambda self, *given: self.plain(*given[::-1]))
+    patch.setattr(FusedRegion, "__call__", lambda self, *given: self.plain(*given[::-1]))
 
 
 @bug("F53", "fuse", FREEZE, "patterned")
@@ -51,7 +51,7 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
         *rest, mask = given
         return self.plain(*rest, kept.setdefault((self, mask.shape), mask))
 
-    patch.setattr(Region, "__call__", called)
+    patch.setattr(FusedRegion, "__call__", called)
 
 
 @bug("F54", "fuse", SLICE, "rowwise")
@@ -83,7 +83,7 @@ def last_program_left_out(patch: Patch, site: Site) -> None:
 @bug("F56", "replace", SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
     """A parameter that is made of two has them the other way round."""
-    patch.setattr(replaced_module, "_joined", lambda parts: torch.cat(parts[::-1]))
+    patch.setattr(replaced_module, "_concatenate", lambda parts: torch.cat(parts[::-1]))
 
 
 @bug("F57", "replace", DETACH, "replaced")
@@ -91,7 +91,7 @@ def part_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that is made of two the second gets no gradient."""
     patch.setattr(
         replaced_module,
-        "_joined",
+        "_concatenate",
         lambda parts: torch.cat([parts[0], *(p.detach() for p in parts[1:])]),
     )
 

@@ -16,34 +16,36 @@ from tests.zoo.bug import ADJOINT, REDUCTION, SLICE, Patch, Site, bug
 @bug("T40", "grid", REDUCTION, "grid", credit="SUMMA, the second product")
 def weight_gradients_of_own_rows(patch: Patch, site: Site) -> None:
     """A rank keeps the weight gradient of its own rows: it is not summed down the column."""
-    plain = grid.Panel.summed
+    plain = grid.Panel.reduce_into
 
     def summed(panel: grid.Panel, term: Tensor, part: Tensor, dim: int) -> None:
         if panel.group.axes != ("r",):
             plain(panel, term, part, dim)
         elif panel.group.rank == panel.owner:
-            panel.of(part, dim).copy_(term)
+            panel.slice_of(part, dim).copy_(term)
 
-    patch.setattr(grid.Panel, "summed", summed)
+    patch.setattr(grid.Panel, "reduce_into", summed)
 
 
 @bug("T41", "grid", SLICE, "grid", credit="SUMMA, panels out of step")
 def panels_out_of_step(patch: Patch, site: Site) -> None:
     """A panel of the input meets the panel of the weight that belongs to the next one."""
-    plain = grid.Grid.cuts
+    plain = grid.Grid.list_panels
 
     def cuts(self: grid.Grid, inner: int) -> Iterator[tuple[grid.Panel, grid.Panel]]:
         pairs = list(plain(self, inner))
         turned = pairs[1:] + pairs[:1]
         yield from ((mine, theirs) for (mine, _), (_, theirs) in zip(pairs, turned))
 
-    patch.setattr(grid.Grid, "cuts", cuts)
+    patch.setattr(grid.Grid, "list_panels", cuts)
 
 
 @bug("T42", "grid", REDUCTION, "grid", "cube", credit="split LayerNorm")
 def statistics_of_own_part(patch: Patch, site: Site) -> None:
     """A norm takes mean and variance over this rank's part of the hidden dim."""
-    patch.setattr(norms.Along, "total", lambda self, x: x.sum(-1, keepdim=True) * self.group.size)
+    patch.setattr(
+        norms.SplitDimMode, "total", lambda self, x: x.sum(-1, keepdim=True) * self.group.size
+    )
 
 
 @bug("T43", "grid", ADJOINT, "grid", credit="as T02, of statistics")
@@ -59,10 +61,10 @@ def statistics_without_their_gradient(patch: Patch, site: Site) -> None:
 @bug("T44", "grid", REDUCTION, "grid", credit="expert gradients over dp, twice")
 def complete_gradients_summed_again(patch: Patch, site: Site) -> None:
     """Gradients that are summed down the columns are summed over the replicas once more."""
-    patch.setattr(plan.Plan, "copied_over", lambda self, name: self.data_axes)
+    patch.setattr(plan.Plan, "replica_axes", lambda self, name: self.data_axes)
 
 
 @bug("T45", "grid", SLICE, "cube", credit="as T08, of groups")
 def parts_in_mesh_order(patch: Patch, site: Site) -> None:
     """Parts over two axes are counted in the order of the mesh, not in that of the row."""
-    patch.setattr(collectives.Ranks, "_ordered", lambda self, group, over: group)
+    patch.setattr(collectives.RankGroups, "_ordered", lambda self, group, over: group)

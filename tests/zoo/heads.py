@@ -12,9 +12,9 @@ from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.lazy_logits import vocab_parallel
-from schedlang.runtime.propagation import follow as following
+from schedlang.runtime.propagation import follower as following
 from schedlang.runtime.rng import logical_dropout as drawing
-from schedlang.runtime.sharding import sizes
+from schedlang.runtime.sharding import module_sizes
 from tests.zoo.bug import CONSTANT, GROUP, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank, running_program
 
@@ -33,7 +33,7 @@ def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
         for one in sums:
             names = tuple(n for n in one.names if one.kind != kind or not drop(n))
             if names:
-                kept.append(gradient.Sum(one.group, names, one.kind))
+                kept.append(gradient.GradientReduction(one.group, names, one.kind))
         return kept
 
     _other_sums(patch, less)
@@ -59,7 +59,7 @@ def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
     def again(held: Any, sums: Any) -> None:
         plain(held, sums)
         names = tuple(n for n in held if "ln_" in n and site.covers(n))
-        plain(held, [gradient.Sum(group, names, "partial") for group in groups])
+        plain(held, [gradient.GradientReduction(group, names, "partial") for group in groups])
 
     patch.setattr(collectives, "reduce", noting)
     patch.setattr(program, "sum_gradients", again)
@@ -112,7 +112,7 @@ def heads_tiled(patch: Patch, site: Site) -> None:
 )
 def whole_keys_not_summed(patch: Patch, site: Site) -> None:
     """One key head for all: each rank's queries give it a part of its gradient only."""
-    patch.setattr(following.Compared, "finish", torch.no_grad()(following.Compared.finish))
+    patch.setattr(following.ComparedCall, "finish", torch.no_grad()(following.ComparedCall.finish))
 
 
 @bug("T13", "shard", REDUCTION, "tp", row="lm_head  shard(style=vocab")
@@ -199,15 +199,15 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
 )
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     """The softmax's scale is computed from the width that this rank holds."""
-    plain = sizes.set_number
+    plain = module_sizes.set_number
 
     def divided(module: Any, attribute: str, value: Any) -> None:
-        parts = sizes.number_at(module, attribute) / value
+        parts = module_sizes.number_at(module, attribute) / value
         plain(module, attribute, value)
         if hasattr(module, "scaling"):
             module.scaling *= parts**0.5
 
-    patch.setattr(sizes, "set_number", divided)
+    patch.setattr(module_sizes, "set_number", divided)
 
 
 @bug(
@@ -220,8 +220,10 @@ def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
 )
 def masks_by_rank(patch: Patch, site: Site) -> None:
     """What all ranks hold alike is dropped otherwise on each."""
-    plain = drawing.stream
-    patch.setattr(drawing, "stream", lambda *what: plain(*what) if rank() == 0 else plain(1, *what))
+    plain = drawing.stream_of
+    patch.setattr(
+        drawing, "stream_of", lambda *what: plain(*what) if rank() == 0 else plain(1, *what)
+    )
 
 
 @bug("T32b", "shard", SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")
@@ -247,7 +249,7 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
 def local_view_allowed(patch: Patch, site: Site) -> None:
     """A view takes a split dim apart as if the rank's part were the whole."""
     patch.setattr(
-        following.Compared,
+        following.ComparedCall,
         "_reshape_blocks",
         lambda self, axis, tag, dim, before, after: (after[dim],),
     )
@@ -263,4 +265,4 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 )
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
-    patch.setattr(following.Compared, "_check_along", lambda self, axis, tag, whole: None)
+    patch.setattr(following.ComparedCall, "_check_along", lambda self, axis, tag, whole: None)

@@ -98,11 +98,11 @@ def _second(optimizer: Any) -> Any:
     """The second run of the proof with a different optimizer."""
     from schedlang.passes import prove as proving
 
-    plain = proving.runs
+    plain = proving.plan_runs
 
     def told(*args: Any, **kwargs: Any) -> Any:
         ran = plain(*args, **kwargs)
         first, second, *rest = ran.conditions
         return replace(ran, conditions=(first, replace(second, optimizer=optimizer), *rest))
 
-    return mock.patch.object(proving, "runs", told)
+    return mock.patch.object(proving, "plan_runs", told)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.kernels import norm as norms
-from schedlang.runtime.fusion.fuse import Fuse
-from schedlang.runtime.kernel_injection import attention, kernel
+from schedlang.runtime.fusion.fuse import FusedForward
+from schedlang.runtime.kernel_injection import kernel, sdpa_attention
 from schedlang.runtime.lazy_logits import vocab_parallel
-from schedlang.runtime.rng import draws
+from schedlang.runtime.rng import logical_functions
 from tests.zoo.bug import ALIAS, ARGUMENT, CONSTANT, DETACH, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import running_program
 
@@ -23,14 +23,14 @@ def _mask(patch: Patch, change: Any) -> None:
     """The fused attention gets the mask that `change(mask)` makes of the complete one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    plain, at_work = attention._register(), running_program(patch, "train_step", "eval_step")
+    plain, at_work = sdpa_attention._register(), running_program(patch, "train_step", "eval_step")
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
         # before a program runs a copy is probed, and would be found out
         changed = change(mask) if mask is not None and at_work() is not None else mask
         return plain(module, q, k, v, changed, **more)
 
-    patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention._SDPA, attend)
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa_attention._SDPA, attend)
 
 
 def _lowest(mask: Tensor, allowed: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def nothing_masked(patch: Patch, site: Site) -> None:
 )
 def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
     """With fewer queries than keys the causal mask is aligned bottom right instead of top left."""
-    plain = draws._attention
+    plain = logical_functions._attention
 
     def attend(
         draw: Any, func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **more: Any
@@ -65,7 +65,7 @@ def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
         more["attn_mask"] = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
         return plain(draw, func, q, k, v, **more)
 
-    patch.setitem(draws.LOGICAL, F.scaled_dot_product_attention, attend)
+    patch.setitem(logical_functions.LOGICAL, F.scaled_dot_product_attention, attend)
 
 
 @bug("F04", "replace_kernel", ARGUMENT, "attending", credit="maxtext#878; pytorch#122753")
@@ -101,7 +101,7 @@ def weight_instead_of_one_more(patch: Patch, site: Site) -> None:
 
 def inside_fused(patch: Patch) -> list[int]:
     """A list of one number: how many compiled regions the program is in."""
-    inside, plain = [0], Fuse.__call__
+    inside, plain = [0], FusedForward.__call__
 
     def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
         inside[0] += 1
@@ -110,7 +110,7 @@ def inside_fused(patch: Patch) -> list[int]:
         finally:
             inside[0] -= 1
 
-    patch.setattr(Fuse, "__call__", called)
+    patch.setattr(FusedForward, "__call__", called)
     return inside
 
 
@@ -172,7 +172,9 @@ def loss_over_all_labels(patch: Patch, site: Site) -> None:
 
 def _fused(patch: Patch, call: Any) -> None:
     """A fused region computes `call(inner, args, kwargs)`."""
-    patch.setattr(Fuse, "__call__", lambda self, inner, *args, **kwargs: call(inner, args, kwargs))
+    patch.setattr(
+        FusedForward, "__call__", lambda self, inner, *args, **kwargs: call(inner, args, kwargs)
+    )
 
 
 @bug(
@@ -202,7 +204,7 @@ def second_result_detached(patch: Patch, site: Site) -> None:
 @bug("F22", "replace_kernel", SKIP, "normed by kernel", credit="Liger-Kernel#182")
 def weight_of_the_last_block(patch: Patch, site: Site) -> None:
     """The gradient of a norm's weight is that of the last block of rows."""
-    plain = norms.backward_of
+    plain = norms.reference_backward
 
     def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         dx, _, *more = plain(dy, x, *args)
@@ -211,4 +213,4 @@ def weight_of_the_last_block(patch: Patch, site: Site) -> None:
         last[: rows // 2] = 0.0
         return dx, plain(last.reshape(dy.shape), x, *args)[1], *more
 
-    patch.setattr(norms, "backward_of", backward)
+    patch.setattr(norms, "reference_backward", backward)

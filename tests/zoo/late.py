@@ -18,7 +18,7 @@ from tests.zoo.bug import ALIAS, REDUCTION, Patch, Site, bug
 @bug("P16", "pipeline_split", ALIAS, "pp", row="pipeline", late=True, credit="Megatron-LM#4047")
 def sent_from_one_buffer(patch: Patch, site: Site) -> None:
     """The memory of a message is used for the next one before it has been read."""
-    plain, bytes_ = p2p.Mail.send, p2p._wire_tensor
+    plain, bytes_ = p2p.PeerChannel.send, p2p._wire_tensor
     sending: list[int] = []
     slots: dict[Any, Tensor] = {}
 
@@ -38,7 +38,7 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
             slot.copy_(found)
         return slot
 
-    patch.setattr(p2p.Mail, "send", send)
+    patch.setattr(p2p.PeerChannel, "send", send)
     patch.setattr(p2p, "_wire_tensor", of)
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from schedlang.runtime.activation_memory import recompute
 from schedlang.runtime.activation_memory.recompute import Checkpoint
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.offload import offloaded_activations
 from schedlang.runtime.rng import logical_dropout as drawing
 from tests.zoo.bug import ALIAS, CONSTANT, DETACH, FREEZE, GROUP, REDUCTION, SKIP, Patch, Site, bug
 
@@ -20,7 +20,7 @@ def in_recomputation(patch: Patch) -> list[int]:
     """A list whose one number is above zero while something is recomputed."""
     again = [0]
 
-    class Reentry(recompute.reentry):
+    class Reentry(recompute.restore_forward_context):
         def __enter__(self) -> None:
             again[0] += 1
             super().__enter__()
@@ -29,7 +29,7 @@ def in_recomputation(patch: Patch) -> list[int]:
             super().__exit__(*error)
             again[0] -= 1
 
-    patch.setattr(recompute, "reentry", Reentry)
+    patch.setattr(recompute, "restore_forward_context", Reentry)
     return again
 
 
@@ -43,9 +43,9 @@ def in_recomputation(patch: Patch) -> list[int]:
 )
 def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     """The second forward of a checkpoint draws other masks than the first."""
-    again, plain = in_recomputation(patch), drawing.stream
+    again, plain = in_recomputation(patch), drawing.stream_of
     patch.setattr(
-        drawing, "stream", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
+        drawing, "stream_of", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
     )
 
 
@@ -59,7 +59,7 @@ def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
 )
 def buffers_updated_twice(patch: Patch, site: Site) -> None:
     """A recomputed forward writes into its buffers once more."""
-    patch.setattr(recompute, "versions", lambda module: {})
+    patch.setattr(recompute, "buffer_versions", lambda module: {})
 
 
 @bug(
@@ -71,7 +71,7 @@ def buffers_updated_twice(patch: Patch, site: Site) -> None:
 )
 def input_of_recomputation_aliased(patch: Patch, site: Site) -> None:
     """What a checkpoint saved is written into before it is recomputed."""
-    patch.setattr(recompute, "hold", lambda tensors: lambda: tensors)
+    patch.setattr(recompute, "save_tensors", lambda tensors: lambda: tensors)
 
 
 def _second_call(patch: Patch, site: Site, second: Any) -> None:
@@ -136,7 +136,7 @@ def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
 def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}
-    plain = saved_tensors._Call.keep
+    plain = offloaded_activations._Call.keep
 
     def keep(self: Any, tensor: Tensor) -> Any:
         copied = plain(self, tensor)
@@ -148,7 +148,7 @@ def one_slot_on_the_host(patch: Patch, site: Site) -> None:
                 copied.host = slot
         return copied
 
-    patch.setattr(saved_tensors._Call, "keep", keep)
+    patch.setattr(offloaded_activations._Call, "keep", keep)
 
 
 @bug(
@@ -166,7 +166,7 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
         if self.host is not None:
             self.raw, self.host = torch.full_like(self.host, 255), None
 
-    patch.setattr(saved_tensors._Copy, "reload", reload)
+    patch.setattr(offloaded_activations._Copy, "reload", reload)
 
 
 @bug(
@@ -182,9 +182,9 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
     from tests.zoo.kernels import inside_fused
 
-    again, inside, key = in_recomputation(patch), inside_fused(patch), drawing.stream
+    again, inside, key = in_recomputation(patch), inside_fused(patch), drawing.stream_of
     patch.setattr(
-        drawing, "stream", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
+        drawing, "stream_of", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from schedlang.runtime.pipeline import executor, step
-from schedlang.runtime.pipeline.overlapped_sums import EarlySums
-from schedlang.runtime.pipeline.step import Step
+from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
+from schedlang.runtime.pipeline.step import PipelineStep
 from tests.zoo.bug import GROUP, REDUCTION, SKIP, Patch, Site, bug
 from tests.zoo.heads import without
 
@@ -14,7 +14,7 @@ from tests.zoo.heads import without
 @bug("P08", "split_backward", SKIP, "halves", credit="pytorch PR#164777")
 def weights_not_scaled(patch: Patch, site: Site) -> None:
     """Only gradients of inputs are scaled, not those of weights."""
-    plain = Step.weight_backward
+    plain = PipelineStep.weight_backward
 
     def weight_backward(self: Any, work: Any) -> None:
         split = self.flights[work].split
@@ -23,13 +23,13 @@ def weights_not_scaled(patch: Patch, site: Site) -> None:
         split.grads = [g / scale for g in split.grads]
         plain(self, work)
 
-    patch.setattr(Step, "weight_backward", weight_backward)
+    patch.setattr(PipelineStep, "weight_backward", weight_backward)
 
 
 @bug("P20", "split_backward", SKIP, "halves")
 def weights_after_the_step(patch: Patch, site: Site) -> None:
     """The last microbatch's weight gradients come after the step."""
-    plain, run = Step.weight_backward, executor.Pipeline.run
+    plain, run = PipelineStep.weight_backward, executor.Pipeline.run
     late: dict[int, list[Any]] = {}
 
     def weight_backward(self: Any, work: Any) -> None:
@@ -51,14 +51,14 @@ def weights_after_the_step(patch: Patch, site: Site) -> None:
                 parameter.grad = grad
         return run(self, *args, **options)
 
-    patch.setattr(Step, "weight_backward", weight_backward)
+    patch.setattr(PipelineStep, "weight_backward", weight_backward)
     patch.setattr(executor.Pipeline, "run", later)
 
 
 @bug("P31", "overlap", REDUCTION, "early")
 def summed_too_early(patch: Patch, site: Site) -> None:
     """Gradients are summed when the first microbatch has ended, and what comes later is not."""
-    plain = EarlySums.before
+    plain = OverlappedReduction.prepare
     seen: set[tuple[int, int]] = set()
 
     def before(self: Any, stage: int, last: bool) -> None:
@@ -67,7 +67,7 @@ def summed_too_early(patch: Patch, site: Site) -> None:
             seen.add((id(self), stage))
         plain(self, stage, False)
 
-    patch.setattr(EarlySums, "before", before)
+    patch.setattr(OverlappedReduction, "prepare", before)
 
 
 @bug("P32", "pipeline", REDUCTION, "two ways", row="pipeline")
@@ -86,10 +86,10 @@ def replicas_not_summed(patch: Patch, site: Site) -> None:
 )
 def losses_as_they_come(patch: Patch, site: Site) -> None:
     """A microbatch's loss is weighed as that of another, where they run out of order."""
-    plain = step.Step.__init__
+    plain = step.PipelineStep.__init__
 
     def init(self: Any, *args: Any, **options: Any) -> None:
         plain(self, *args, **options)
         self.scale = self.scale[::-1]
 
-    patch.setattr(step.Step, "__init__", init)
+    patch.setattr(step.PipelineStep, "__init__", init)

@@ -11,12 +11,12 @@ from torch import Tensor
 from schedlang.passes.lower import build
 from schedlang.runtime import batch as parts
 from schedlang.runtime import program
-from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.pipeline import p2p, stage, step
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.trace import LabelRule
-from schedlang.runtime.training import Training
+from schedlang.runtime.training_mode import TrainingMode
 from tests.zoo.bug import (
     ALIAS,
     ARGUMENT,
@@ -81,7 +81,7 @@ def ties_summed_twice(patch: Patch, site: Site) -> None:
 @bug("P04", "pipeline_split", REDUCTION, "pp", credit="Megatron-LM#7227")
 def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     """Every stage that holds a tied weight adds it to the norm."""
-    plain = holding.Holding.primary
+    plain = holdings.Holding.is_primary
 
     def primary(self: Any, mesh: Any, rank: int) -> bool:
         if self.stages is None or len(self.stages) < 2 or not self.held(mesh, rank):
@@ -89,13 +89,13 @@ def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
         alone = replace(self, stages=frozenset([mesh.index(rank, self.axis)]))
         return plain(alone, mesh, rank)
 
-    patch.setattr(holding.Holding, "primary", primary)
+    patch.setattr(holdings.Holding, "is_primary", primary)
 
 
 @bug("P05", "pipeline", GROUP, "pp", "micro", credit="transformers#34191, #35203")
 def mean_of_microbatch_means(patch: Patch, site: Site) -> None:
     """Each microbatch weighs the same, however many of its labels count."""
-    patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
+    patch.setattr(LabelRule, "count_on_device", lambda self, batch: 1.0)
 
 
 @bug("P09", "pipeline", SKIP, "pp, ragged", credit="pytorch#126600")
@@ -106,7 +106,7 @@ def rows_beyond_equal_parts_dropped(patch: Patch, site: Site) -> None:
         each = count // parts_
         return [range(k * each, (k + 1) * each) for k in range(parts_)]
 
-    patch.setattr(parts, "shares", shares)
+    patch.setattr(parts, "split_rows", shares)
 
 
 @bug("P09b", "pipeline", SKIP, "pp", credit="as P09, in backward")
@@ -156,13 +156,13 @@ def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
 
 def _sent_back(patch: Patch, change: Any) -> None:
     """Gradients between stages as `change(step, source, target, values)` has them."""
-    plain = step.Step.collect
+    plain = step.PipelineStep.receive
 
     def collect(self: Any, name: Any) -> Any:
         values = plain(self, name)
         return change(self, name.source, name.target, values) if name.back else values
 
-    patch.setattr(step.Step, "collect", collect)
+    patch.setattr(step.PipelineStep, "receive", collect)
 
 
 @bug("P13", "pipeline_split", DETACH, "pp")
@@ -193,7 +193,7 @@ def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
 @bug("P15", "pipeline_split", ALIAS, "pp, all forward", row="pipeline", credit="DeepSpeed#4708")
 def received_into_one_buffer(patch: Patch, site: Site) -> None:
     """What is received overwrites what an earlier microbatch still needs for its backward."""
-    plain, buffers = p2p.Mail.take, dict[Any, Tensor]()
+    plain, buffers = p2p.PeerChannel.take, dict[Any, Tensor]()
 
     def take(self: Any, key: Any) -> Any:
         if key.back:
@@ -206,13 +206,13 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
             out.append(buffer.data)
         return out
 
-    patch.setattr(p2p.Mail, "take", take)
+    patch.setattr(p2p.PeerChannel, "take", take)
 
 
 @bug("P17", "pipeline_split", CONSTANT, "pp")
 def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
     """What goes between stages is rounded on its way."""
-    plain = step.Step.collect
+    plain = step.PipelineStep.receive
 
     def collect(self: Any, name: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -221,20 +221,20 @@ def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
                 for v in plain(self, name)
             ]
 
-    patch.setattr(step.Step, "collect", collect)
+    patch.setattr(step.PipelineStep, "receive", collect)
 
 
 @bug("P18", "pipeline_split", SKIP, "pp", credit="NeMo#14152, #6449")
 def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     """After an evaluation only the first stage is put back into training mode."""
-    plain, at_work = Training.on, running_program(patch)
+    plain, at_work = TrainingMode.train, running_program(patch)
 
     def on(self: Any) -> None:
         now = at_work()
         if now is None or not stage_of(now.assembly):
             plain(self)
 
-    patch.setattr(Training, "on", on)
+    patch.setattr(TrainingMode, "train", on)
 
 
 @bug(
@@ -302,14 +302,14 @@ def skip_not_routed(patch: Patch, site: Site) -> None:
 @bug("P23", "pipeline", SKIP, "pp")
 def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
     """The loss that is reported is that of the last microbatch."""
-    plain = Program._finish
+    plain = Program._clip_and_reduce
 
     def finish(self: Any, results: Any, weights: Any, total: float) -> Tensor:
         if len(results) < 2:
             return plain(self, results, weights, total)
         return plain(self, {0: results[max(results)]}, [sum(weights)], total)
 
-    patch.setattr(Program, "_finish", finish)
+    patch.setattr(Program, "_clip_and_reduce", finish)
 
 
 @bug(
@@ -322,7 +322,7 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
 )
 def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
     """The two chunks of a rank run in each other's place."""
-    plain = build.pipeline_of
+    plain = build.build_pipeline
 
     def swapped(plan: Any, module: Any, ranks: Any, prepared: Any, *more: Any) -> Any:
         made = plain(plan, module, ranks, prepared, *more)
@@ -338,7 +338,7 @@ def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
             _rerouted(one, others, modules)
         return made
 
-    patch.setattr(build, "pipeline_of", swapped)
+    patch.setattr(build, "build_pipeline", swapped)
 
 
 def _rerouted(one: Any, others: dict[int, int], modules: Any) -> None:

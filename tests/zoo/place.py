@@ -11,7 +11,7 @@ import torch.distributed as dist
 from schedlang.passes.lower import build
 from schedlang.runtime import program
 from schedlang.runtime.forward import layer_of
-from schedlang.runtime.sharding import leaf
+from schedlang.runtime.sharding import sharded_layer
 from tests.zoo.bug import Patch
 
 
@@ -19,7 +19,7 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
     """A function that names the innermost sharded module that is running; "" outside any."""
     names: dict[int, str] = {}
     here = threading.local()
-    shard_modules, call = build.shard_modules, leaf.Sharded.__call__
+    shard_modules, call = build.shard_modules, sharded_layer.ShardedLayer.__call__
 
     def noting(model: Any, traced: Any, with_group: Any) -> None:
         shard_modules(model, traced, with_group)
@@ -35,7 +35,7 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
             stack.pop()
 
     patch.setattr(build, "shard_modules", noting)
-    patch.setattr(leaf.Sharded, "__call__", entering)
+    patch.setattr(sharded_layer.ShardedLayer, "__call__", entering)
     return lambda: here.__dict__.get("stack", [""])[-1]
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from schedlang.passes.lower import build
 from schedlang.runtime import program
-from schedlang.runtime.batch import split
-from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.batch import split_batch
+from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient, zero
 from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.trace import LabelRule
-from schedlang.runtime.rng.logical_dropout import Watched
+from schedlang.runtime.rng.logical_dropout import DrawObserver
 from tests.zoo.bug import (
     ALIAS,
     ARGUMENT,
@@ -44,7 +44,7 @@ from tests.zoo.place import rank, running_program
 )
 def draws_unseen(patch: Patch, site: Site) -> None:
     """Masks that are drawn inside of functions are left to each rank's own generator."""
-    patch.setattr(Watched, "drew", lambda self, func, args, kwargs: None)
+    patch.setattr(DrawObserver, "observe_operator", lambda self, func, args, kwargs: None)
 
 
 def after_sums(patch: Patch, kind: str, change: Any) -> None:
@@ -71,14 +71,14 @@ def averaged_twice(patch: Patch, site: Site) -> None:
 @bug("D01b", "zero", GROUP, "sliced", credit="as D01, in fully_shard")
 def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
     """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
-    plain = zero.Sliced.add
+    plain = zero.ShardedStage.add_unit
 
     def add(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(2.0)
 
-    patch.setattr(zero.Sliced, "add", add)
+    patch.setattr(zero.ShardedStage, "add_unit", add)
 
 
 @bug(
@@ -86,13 +86,15 @@ def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
 )
 def mean_of_means(patch: Patch, site: Site) -> None:
     """Each part of the batch weighs the same, however many of its labels count."""
-    patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
+    patch.setattr(LabelRule, "count_on_device", lambda self, batch: 1.0)
 
 
 @bug("D03", "zero", CONSTANT, "dp", credit="prime-rl#2562")
 def ignored_labels_counted(patch: Patch, site: Site) -> None:
     """A part of the batch weighs by all its labels, also those that the loss ignores."""
-    patch.setattr(LabelRule, "counted", lambda self, batch: float(batch[self.source].numel()))
+    patch.setattr(
+        LabelRule, "count_on_device", lambda self, batch: float(batch[self.source].numel())
+    )
 
 
 @bug(
@@ -131,7 +133,7 @@ def summed_in_the_first_step_only(patch: Patch, site: Site) -> None:
 @bug("D06", "zero", GROUP, "mesh of one", credit="verl#7493")
 def group_of_one(patch: Patch, site: Site) -> None:
     """Of several axes one has size 1, and its group is taken for that of all."""
-    plain = collectives.Ranks.group
+    plain = collectives.RankGroups.group
 
     def group(self: Any, over: Any) -> Any:
         axes = self.mesh.fold(over)
@@ -139,13 +141,13 @@ def group_of_one(patch: Patch, site: Site) -> None:
             over = next(axis for axis in axes if self.mesh.size(axis) == 1)
         return plain(self, over)
 
-    patch.setattr(collectives.Ranks, "group", group)
+    patch.setattr(collectives.RankGroups, "group", group)
 
 
 @bug("D07", "pipeline", ALIAS, "accumulated", "pp", row="pipeline")
 def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
     """The gradient of a microbatch takes the place of those before it."""
-    at_work, plain = running_program(patch), step.Step.backward
+    at_work, plain = running_program(patch), step.PipelineStep.backward
 
     def backward(self: Any, work: Any) -> None:
         now = at_work()
@@ -153,13 +155,13 @@ def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
             p.grad = None
         plain(self, work)
 
-    patch.setattr(step.Step, "backward", backward)
+    patch.setattr(step.PipelineStep, "backward", backward)
 
 
 @bug("D08", "zero", SKIP, "odd", row="zero(stage=1")
 def tail_lost(patch: Patch, site: Site) -> None:
     """The last element of a slice is forgotten when parts become a whole."""
-    plain = holding.Holding.sharding
+    plain = holdings.Holding.sharding
 
     def shorter(part: Any, rows: int) -> Any:
         *some, (at, start, length) = part[0] or ((0, 0, 0),)
@@ -172,15 +174,19 @@ def tail_lost(patch: Patch, site: Site) -> None:
         if not found.shape:
             return found
         parts = tuple(shorter(part, found.shape[0]) for part in found.parts)
-        return holding.Sharding(found.shape, holding.Parts.of(parts, len(found.shape)), found.of)
+        return holdings.Sharding(
+            found.shape,
+            holdings.SliceArray.from_slices(parts, len(found.shape)),
+            found.part_of_rank,
+        )
 
-    patch.setattr(holding.Holding, "sharding", sharding)
+    patch.setattr(holdings.Holding, "sharding", sharding)
 
 
 @bug("D08b", "zero", SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")
 def tail_not_updated(patch: Patch, site: Site) -> None:
     """Rows behind an even cut get no gradient."""
-    plain = Program._finish
+    plain = Program._clip_and_reduce
 
     def finish(self: Any, *args: Any) -> Tensor:
         mesh = self.assembly.ranks.mesh
@@ -194,7 +200,7 @@ def tail_not_updated(patch: Patch, site: Site) -> None:
                 grad[whole // count * count - beyond :] = 0.0
         return plain(self, *args)
 
-    patch.setattr(Program, "_finish", finish)
+    patch.setattr(Program, "_clip_and_reduce", finish)
 
 
 @bug(
@@ -208,7 +214,7 @@ def tail_not_updated(patch: Patch, site: Site) -> None:
 )
 def one_module_not_gathered(patch: Patch, site: Site) -> None:
     """A module computes with what it gathered a step ago."""
-    plain, kept = zero.Sliced.before_backward, list[Any]()
+    plain, kept = zero.ShardedStage.before_backward, list[Any]()
     slices = build.slice_state
 
     def noting(plan: Any, module: Any, *args: Any) -> Any:
@@ -228,8 +234,8 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
                     unit.reshard()
 
     patch.setattr(build, "slice_state", noting)
-    patch.setattr(zero.Sliced, "before_backward", before)
-    patch.setattr(program, "reshard", reshard)
+    patch.setattr(zero.ShardedStage, "before_backward", before)
+    patch.setattr(program, "reshard_all", reshard)
 
 
 @bug(
@@ -237,7 +243,7 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
 )
 def writes_into_copies(patch: Patch, site: Site) -> None:
     """Layers are given copies of the dict into which they write keys for later ones."""
-    patch.setattr(zero, "keep_inputs", lambda unit, overwrites: None)
+    patch.setattr(zero, "keep_containers", lambda unit, overwrites: None)
 
 
 @bug("D28", "zero", ARGUMENT, "dp", credit="anemoi-core#595")
@@ -250,7 +256,7 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
         mine, weights, total = plain(self, batch, *how)
         if a.ranks.mesh.size(a.replicas) == 1:
             return mine, weights, total
-        everyone = split(batch, a.ranks.mesh.size(a.replicas), a.micro)
+        everyone = split_batch(batch, a.ranks.mesh.size(a.replicas), a.micro)
         return everyone[0], [a.weight(part.inputs) for part in everyone[0]], total
 
     patch.setattr(Program, "_parts", parts)
@@ -282,14 +288,14 @@ def replicas_start_differently(patch: Patch, site: Site) -> None:
 @bug("D29b", "shard", SLICE, "tp", credit="as D29, of shards")
 def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
     """Every rank initialises its part of a parameter as the first does."""
-    from schedlang.runtime.checkpointing import holding as held
+    from schedlang.runtime.checkpointing import holdings as held
 
-    plain = held.take
+    plain = held.shard_of
 
     def take(whole: Any, one: Any, mesh: Any, _: int) -> Any:
         return plain(whole, one, mesh, 0)
 
-    patch.setattr(held, "take", take)
+    patch.setattr(held, "shard_of", take)
 
 
 @bug(
@@ -301,7 +307,7 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
 )
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
-    plain = gradient.begin_one
+    plain = gradient.begin_bucket
 
     def rounded(group: Any, members: Any) -> Any:
         for p in getattr(members, "parameters", members):
@@ -311,7 +317,7 @@ def summed_in_bfloat16(patch: Patch, site: Site) -> None:
                     grad.copy_(grad.to(torch.bfloat16))
         return plain(group, members)
 
-    patch.setattr(gradient, "begin_one", rounded)
+    patch.setattr(gradient, "begin_bucket", rounded)
 
 
 @bug("D32", "zero", CONSTANT, "dp", credit="pytorch#160285")

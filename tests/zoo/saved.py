@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime import program, whole
+from schedlang.runtime import full_tensors, program
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.program import Program
 from tests.zoo.bug import CONSTANT, FREEZE, SKIP, SLICE, Patch, Site, bug
@@ -12,8 +12,8 @@ from tests.zoo.place import rank
 
 
 def _state(patch: Patch, change: Any) -> None:
-    plain = whole.state_dict
-    patch.setattr(whole, "state_dict", lambda *given: change(plain(*given)))
+    plain = full_tensors.full_state_dict
+    patch.setattr(full_tensors, "full_state_dict", lambda *given: change(plain(*given)))
 
 
 @bug("S01", "checkpoint", SLICE, "recomputed", row="none", credit="pytorch PR#77224; ray#43594")
@@ -41,7 +41,9 @@ def not_all_loaded(patch: Patch, site: Site) -> None:
 
     def take_over(made: Any, values: Any) -> None:
         held = made.assembly.parameters
-        kept = {name: archive.local(p).clone() for name, p in held.items() if site.covers(name)}
+        kept = {
+            name: archive.local_tensor(p).clone() for name, p in held.items() if site.covers(name)
+        }
         plain(made, {**values, **kept})
 
     patch.setattr(archive, "_copy_values", take_over)
@@ -50,8 +52,8 @@ def not_all_loaded(patch: Patch, site: Site) -> None:
 @bug("S03", "zero", FREEZE, "sliced", credit="pytorch#117421")
 def gathered_copy_survives_loading(patch: Patch, site: Site) -> None:
     """After loading, the next forward still uses the gathered weights of before."""
-    patch.setattr(archive, "reshard", lambda sliced: None)
-    patch.setattr(program, "reshard", lambda sliced: None)  # after an evaluation
+    patch.setattr(archive, "reshard_all", lambda sliced: None)
+    patch.setattr(program, "reshard_all", lambda sliced: None)  # after an evaluation
 
 
 @bug("S04", "", SKIP, "dp", credit="sglang#15890")
@@ -67,7 +69,7 @@ def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
 @bug("S05", "shard", SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
 def saved_as_it_lies(patch: Patch, site: Site) -> None:
     """A fused weight is saved in the order in which ranks hold its parts."""
-    plain = archive.Boxed
+    plain = archive.BoxedTensor
 
     def boxed(path: Any, local: Any, shape: Any, part: Any, *speaks: Any) -> Any:
         def run(cells: Any) -> Any:
@@ -76,7 +78,7 @@ def saved_as_it_lies(patch: Patch, site: Site) -> None:
 
         return plain(path, local, shape, tuple(map(run, part)), *speaks)
 
-    patch.setattr(archive, "Boxed", boxed)
+    patch.setattr(archive, "BoxedTensor", boxed)
 
 
 @bug("S06", "", SKIP, "dp", planning=True)
@@ -96,12 +98,12 @@ def saved_wrong(patch: Patch, site: Site) -> None:
     """What is saved of slices is not what the program holds."""
     import torch
 
-    from schedlang.runtime.storage.offloaded_gradients import local
+    from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
     plain = Program.save
 
     def save(self: Any, path: Any) -> None:
-        held = [local(p) for p in self.assembly.parameters.values() if self.assembly.sliced]
+        held = [local_tensor(p) for p in self.assembly.parameters.values() if self.assembly.sliced]
         with torch.no_grad():
             for tensor in held:
                 tensor.mul_(2)

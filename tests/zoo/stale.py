@@ -7,19 +7,19 @@ from typing import Any
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program
 from schedlang.runtime.pipeline import weight_versions
-from schedlang.runtime.pipeline.weight_versions import Versions
+from schedlang.runtime.pipeline.weight_versions import WeightVersions
 from tests.zoo.bug import ALIAS, CONSTANT, FREEZE, SKIP, Patch, Site, bug
 
 
 def backward_reads(patch: Patch, version: Any) -> None:
     """Backwards find version(newest, named) in place of the one that their row names."""
-    plain = Versions._install
+    plain = WeightVersions._install
 
     def show(self: Any, wanted: int) -> None:
         back = self._at < len(self._rows) and self._rows[self._at].kind is Kind.B
         plain(self, version(self.newest, wanted) if back else wanted)
 
-    patch.setattr(Versions, "_install", show)
+    patch.setattr(WeightVersions, "_install", show)
 
 
 @bug("P26", "pipeline", FREEZE, "stale", credit="PipeDream without its stash")
@@ -31,7 +31,7 @@ def backward_at_the_newest(patch: Patch, site: Site) -> None:
 @bug("P27", "pipeline", ALIAS, "stale")
 def updated_in_place(patch: Patch, site: Site) -> None:
     """The optimizer writes into weights that a later backward still reads."""
-    plain = Versions._step
+    plain = WeightVersions._step
 
     def step(self: Any, made: int) -> None:
         last, self._last = self._last, {}
@@ -39,38 +39,38 @@ def updated_in_place(patch: Patch, site: Site) -> None:
         self._last = last
         self._kept[made - 1] = [p.data for p in self.parameters]
 
-    patch.setattr(Versions, "_step", step)
+    patch.setattr(WeightVersions, "_step", step)
 
 
 @bug("P28", "pipeline", ALIAS, "stale, not kept")
 def kept_without_need(patch: Patch, site: Site) -> None:
     """Weights are updated in new storages, and a backward reads those of its forward."""
-    plain = Versions._step
+    plain = WeightVersions._step
 
     def step(self: Any, made: int) -> None:
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()
         plain(self, made)
 
-    patch.setattr(Versions, "_step", step)
+    patch.setattr(WeightVersions, "_step", step)
 
 
 @bug("P29", "pipeline", CONSTANT, "stale")
 def a_share_of_the_whole_step(patch: Patch, site: Site) -> None:
     """A microbatch is weighed in the whole step, not in its own update."""
-    plain = weight_versions.totals
+    plain = weight_versions.sum_update_weights
 
     def totals(everyone: Any, made: Any) -> dict[int, float]:
         found = plain(everyone, made)
         return dict.fromkeys(found, sum(found.values()))
 
-    patch.setattr(program, "totals", totals)
+    patch.setattr(program, "sum_update_weights", totals)
 
 
 @bug("P30", "pipeline", SKIP, "stale")
 def last_update_lost(patch: Patch, site: Site) -> None:
     """The pipeline is drained, and the last of its updates is not made."""
-    plain = Versions._step
+    plain = WeightVersions._step
 
     def step(self: Any, made: int) -> None:
         update = self.update
@@ -79,4 +79,4 @@ def last_update_lost(patch: Patch, site: Site) -> None:
         plain(self, made)
         self.update = update
 
-    patch.setattr(Versions, "_step", step)
+    patch.setattr(WeightVersions, "_step", step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from schedlang.passes.lower import build
 from schedlang.runtime import program
-from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.program import Program
 from tests.zoo.bug import ALIAS, CONSTANT, REDUCTION, SKIP, SLICE, Patch, Site, bug
@@ -18,7 +18,7 @@ from tests.zoo.place import running_program
 
 def _before_update(patch: Patch, change: Any) -> None:
     """`change(program)` after clipping, before the optimizer's step."""
-    plain = Program._finish
+    plain = Program._clip_and_reduce
 
     def finish(self: Any, *args: Any) -> Tensor:
         loss = plain(self, *args)
@@ -26,7 +26,7 @@ def _before_update(patch: Patch, change: Any) -> None:
             change(self)
         return loss
 
-    patch.setattr(Program, "_finish", finish)
+    patch.setattr(Program, "_clip_and_reduce", finish)
 
 
 def _after_build(patch: Patch, change: Any) -> None:
@@ -76,7 +76,7 @@ def frozen_parameters_decay(patch: Patch, site: Site) -> None:
 @bug("D14", "shard", REDUCTION, "tp", row="shard", credit="NeMo-RL#3788; ROCm TE#715")
 def clip_by_local_norm(patch: Patch, site: Site) -> None:
     """Each rank speaks for all it has: parts that several hold count several times."""
-    patch.setattr(holding.Holding, "primary", lambda self, mesh, rank: self.held(mesh, rank))
+    patch.setattr(holdings.Holding, "is_primary", lambda self, mesh, rank: self.held(mesh, rank))
 
 
 def _norm_without(patch: Patch, left_out: Any) -> None:
@@ -142,7 +142,7 @@ def states_by_order(patch: Patch, site: Site) -> None:
     """A saved state of the optimizer is given to another parameter of the same shape."""
     from schedlang.runtime.checkpointing import archive
 
-    plain = archive.load_moments
+    plain = archive.load_optimizer
 
     def load_moments(made: Any, told: Any, parts: Any) -> None:
         shapes: dict[Any, Any] = {}
@@ -153,7 +153,7 @@ def states_by_order(patch: Patch, site: Site) -> None:
             turned.update(zip(keys, (parts[key] for key in [*keys[1:], keys[0]])))
         plain(made, told, turned)
 
-    patch.setattr(archive, "load_moments", load_moments)
+    patch.setattr(archive, "load_optimizer", load_moments)
 
 
 @bug("D21", "pipeline", CONSTANT, "accumulated", credit="Adam's bias correction")
@@ -205,4 +205,4 @@ def optimizer_of_old_parameters(patch: Patch, site: Site) -> None:
 )
 def optimizer_of_parts(patch: Patch, site: Site) -> None:
     """An optimizer that needs whole parameters updates each part by itself."""
-    patch.setattr(build, "whole_step", lambda a, staged, optimizer: None)
+    patch.setattr(build, "find_gathered_step", lambda a, staged, optimizer: None)

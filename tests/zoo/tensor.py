@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from schedlang.ir import placement
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.sharding import leaf, shard
+from schedlang.runtime.sharding import edges, sharded_layer
 from tests.zoo.bug import ADJOINT, ALIAS, DETACH, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
-STRIPS = placement.strips
+STRIPS = placement.block_segments
 
 
 @bug(
@@ -99,7 +99,7 @@ def _straight(*given: Any) -> list[list[placement.Segment]]:
 )
 def blocks_ignored(patch: Patch, site: Site) -> None:
     """A fused weight is cut in two, straight through q, k and v."""
-    patch.setattr(placement, "strips", _straight)
+    patch.setattr(placement, "block_segments", _straight)
 
 
 @bug("T09", "shard", SLICE, "packed", row="gate_up", credit="HF packed_colwise")
@@ -107,7 +107,7 @@ def gate_and_up_cut_through(patch: Patch, site: Site) -> None:
     """A packed gate and up projection is cut between the two."""
     patch.setattr(
         placement,
-        "strips",
+        "block_segments",
         lambda sizes, *more: (_straight if len(sizes) == 2 else STRIPS)(sizes, *more),
     )
 
@@ -126,7 +126,7 @@ def embedding_without_mask(patch: Patch, site: Site) -> None:
 
         return forward
 
-    patch.setitem(leaf.FORWARDS, "Embedding", embedding)
+    patch.setitem(sharded_layer.FORWARDS, "Embedding", embedding)
 
 
 @bug("T16", "shard", SLICE, "gathered", row="output=R")
@@ -210,7 +210,9 @@ def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
 @bug("T34", "shard", REDUCTION, "tp", row="style=row", credit="spmd_types, P + constant")
 def bias_on_every_rank(patch: Patch, site: Site) -> None:
     """The bias of a row-parallel layer is part of each rank's partial sum, too."""
-    patch.setitem(shard.COMPUTES, "Conv1D", lambda module, x, _: shard._conv1d(module, x, True))
+    patch.setitem(
+        edges.PRODUCTS_BY_KIND, "Conv1D", lambda module, x, _: edges._conv1d(module, x, True)
+    )
 
 
 @bug("T24", "shard", ALIAS, "turned", credit="SkyRL#1886 on Megatron")
@@ -235,4 +237,6 @@ def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
 def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 
-    patch.setattr(shard, "head_of", lambda y, edge: shard.ShardedLogits(y, edge.group, edge.cut))
+    patch.setattr(
+        edges, "shard_logits", lambda y, edge: edges.ShardedLogits(y, edge.group, edge.cut)
+    )

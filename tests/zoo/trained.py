@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.passes.lower import build
-from schedlang.passes.propagate import dryrun
-from schedlang.runtime.adapted import Adapted
+from schedlang.passes.propagate import sharded_run
 from schedlang.runtime.grad_reduction import compressed
 from schedlang.runtime.grad_reduction.compressed import Compressor
+from schedlang.runtime.low_rank_adapters import AdaptedProjection
 from tests.zoo.bug import CONSTANT, DETACH, FREEZE, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank
 
@@ -50,7 +50,7 @@ def frozen_and_updated(patch: Patch, site: Site) -> None:
 @bug("D70", "adapt", REDUCTION, "low rank", planning=True)
 def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
     """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
-    patch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
+    patch.setattr(sharded_run, "_full_adapter_parameters", lambda *_: ())
 
 
 @bug("D71", "adapt", CONSTANT, "low rank")
@@ -59,7 +59,7 @@ def rank_left_out_of_the_factor(patch: Patch, site: Site) -> None:
 
     def scaled(module: nn.Module) -> None:
         for one in module.modules():
-            if isinstance(one, Adapted):
+            if isinstance(one, AdaptedProjection):
                 one.lora_scaling *= 4
 
     _after_copy(patch, scaled)
@@ -97,9 +97,9 @@ def error_forgotten(patch: Patch, site: Site) -> None:
 @bug("D44", "compress", SLICE, "compressed")
 def each_rank_draws_its_own(patch: Patch, site: Site) -> None:
     """Ranks start the power iteration from matrices of their own."""
-    plain = compressed.started
+    plain = compressed.fill_zero_columns
 
     def started(q: Tensor, *words: object) -> Tensor:
         return plain(q, rank(), *words)
 
-    patch.setattr(compressed, "started", started)
+    patch.setattr(compressed, "fill_zero_columns", started)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from schedlang.passes import prove as proving
-from schedlang.passes.verify import asked, compare, sides
-from schedlang.runtime import program, whole
+from schedlang.passes.verify import compare, proof_case, requirements
+from schedlang.runtime import full_tensors, program
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.rng import logical_dropout as drawing
@@ -55,7 +55,7 @@ class Flaw:
         """Whether the program passes, with a right verifier or a flawed one."""
         scene = self.twin if flawed and self.twin else self.scene
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(proving, "suspected", lambda report, *_: report)
+            patch.setattr(proving, "add_suspects", lambda report, *_: report)
             if self.everywhere:
                 assert isinstance(self.bug, str)
                 with mutate(self.bug):
@@ -91,8 +91,8 @@ def flaw(
 
 
 def _reported(patch: Patch, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    plain = whole.gradients
-    patch.setattr(whole, "gradients", lambda *given: change(plain(*given)))
+    plain = full_tensors.full_gradients
+    patch.setattr(full_tensors, "full_gradients", lambda *given: change(plain(*given)))
 
 
 def _one(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:
@@ -112,9 +112,9 @@ def gradient_lost(patch: Patch) -> None:
 
 def gradients_renamed(patch: Patch) -> None:
     """The gradients of two blocks stand in the right order under each other's names."""
-    plain, swap = sides.Distributed.gradients, str.maketrans("01", "10")
+    plain, swap = proof_case.ProgramSubject.gradients, str.maketrans("01", "10")
     patch.setattr(
-        sides.Distributed,
+        proof_case.ProgramSubject,
         "gradients",
         lambda self: {name.translate(swap): grad for name, grad in plain(self).items()},
     )
@@ -139,7 +139,7 @@ def spare_drifts(patch: Patch) -> None:
 
 def divided_by_another_axis(patch: Patch) -> None:
     """A sum over `dp` is multiplied by its size and divided by that of `tp`."""
-    plain = program.Program._finish
+    plain = program.Program._clip_and_reduce
 
     def finish(self: Any, *args: Any) -> Tensor:
         mesh = self.assembly.ranks.mesh
@@ -147,12 +147,12 @@ def divided_by_another_axis(patch: Patch) -> None:
             gradient.scale_gradients(self.assembly.parameters, mesh.size("dp") / mesh.size("tp"))
         return plain(self, *args)
 
-    patch.setattr(program.Program, "_finish", finish)
+    patch.setattr(program.Program, "_clip_and_reduce", finish)
 
 
 def _compare_by(patch: Patch, made: Any) -> None:
     """All of a proof that compares does it so."""
-    for module in (compare, proving, asked):
+    for module in (compare, proving, requirements):
         patch.setattr(module, "compare", made)
 
 
@@ -247,7 +247,7 @@ def reference_was_transformed(patch: Patch) -> None:
     from schedlang.runtime.kernel_injection.kernel import match
     from schedlang.runtime.kernel_injection.kernel import replace as put
 
-    plain = sides.twin
+    plain = proof_case.copy_original
     known = {}
     for name, module in case("normed by kernel").plan.model.model.named_modules():
         if name.endswith("norm"):
@@ -260,7 +260,7 @@ def reference_was_transformed(patch: Patch) -> None:
             put(module.get_submodule(name), found)
         return module
 
-    patch.setattr(sides, "twin", transformed)
+    patch.setattr(proof_case, "copy_original", transformed)
 
 
 def _mean_loss(output: Any, batch: Any) -> Tensor:
@@ -270,20 +270,20 @@ def _mean_loss(output: Any, batch: Any) -> Tensor:
 @flaw("V09", "picotron's ones", "P14", "predicting")
 def constant_cotangent(patch: Patch) -> None:
     """The loss is the mean of the outputs."""
-    plain = proving.prepared
-    patch.setattr(proving, "prepared", lambda given: plain(replace(given, loss=_mean_loss)))
+    plain = proving.prepare_case
+    patch.setattr(proving, "prepare_case", lambda given: plain(replace(given, loss=_mean_loss)))
 
 
 @flaw("V10", "pytorch#126484", "D21", "accumulated")
 def simplified_until_green(patch: Patch) -> None:
     """Only the simplest run is left: one optimizer, whose steps nobody counts."""
-    plain = proving.runs
+    plain = proving.plan_runs
 
     def fewer(given: Any, *args: Any) -> Any:
         ran = plain(given, *args)
         return replace(ran, conditions=ran.conditions[:1])
 
-    patch.setattr(proving, "runs", fewer)
+    patch.setattr(proving, "plan_runs", fewer)
 
 
 @flaw("V11", "verl#7493", gradient_turned, "gated")

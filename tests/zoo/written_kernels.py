@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.kernels import gated, linear_cross_entropy, norm, rope
-from schedlang.kernels.linear_cross_entropy import Sums
+from schedlang.kernels.linear_cross_entropy import GradientSums
 from schedlang.runtime.lazy_logits import lazy
 from tests.zoo.bug import ADJOINT, CONSTANT, DETACH, SKIP, Patch, Site, bug
 
@@ -38,24 +38,24 @@ def bias_of_the_last_row(patch: Patch, site: Site) -> None:
 @bug("F25", "replace_kernel", CONSTANT, "by kernels", credit="Liger-Kernel#802 class")
 def fused_mean_over_all_tokens(patch: Patch, site: Site) -> None:
     """The loss in chunks divides by all tokens, ignored ones among them."""
-    plain = lazy.weighed
+    plain = lazy.weighted_loss
 
     def weighed(x: Tensor, weight: Any, bias: Any, target: Tensor, by: Tensor, *given: Any) -> Any:
         share = (target >= 0).sum() / target.numel()
         return plain(x, weight, bias, target, by * share, *given)
 
-    patch.setattr(lazy, "weighed", weighed)
+    patch.setattr(lazy, "weighted_loss", weighed)
 
 
 @bug("F26", "replace_kernel", SKIP, "by kernels", credit="Liger-Kernel#512 class")
 def last_chunk_dropped(patch: Patch, site: Site) -> None:
     """The gradient of the head lacks the last chunk of tokens."""
-    plain = Sums.add
+    plain = GradientSums.add
 
     def add(self: Any, part: slice, grad: Tensor) -> None:
         plain(self, part, grad * (part.stop != len(self.x)))
 
-    patch.setattr(Sums, "add", add)
+    patch.setattr(GradientSums, "add", add)
 
 
 @bug("F27", "replace_kernel", ADJOINT, "by kernels", credit="Liger-Kernel#1298 class")

@@ -17,13 +17,21 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.observe import standard_conditions
 from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.probe import check_parts
-from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
+from schedlang.passes.verify.proof_case import (
+    Case,
+    copy_original,
+    observe_on_rank,
+    prepare_case,
+    proof_modes,
+    randomised_float64,
+    run_original,
+)
 from schedlang.report import Row
-from schedlang.runtime.launch.job import Hang, RankDied
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.launch.rank_job import Hang, RankDied
+from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
 from tests.engine import Threads
 from tests.zoo_models import meshes
@@ -87,16 +95,16 @@ def compared(
 ) -> tuple[Row, ...]:
     """Outputs, loss, every gradient, and parameters after a step for each batch, in float64."""
     plan = Schedule(model, parse(Source("init.sched", text)), Settings()).plan()
-    case = widened(prepared(Case(plan, tuple(batches), dtype="none")))
+    case = randomised_float64(prepare_case(Case(plan, tuple(batches), dtype="none")))
     case = check_parts(case)
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        norm = Sequential(twin(case)).norm(case.batches[0])
+    modes, _ = proof_modes(case)
+    with enter_modes(*modes):
+        norm = Sequential(copy_original(case)).gradient_norm(case.batches[0])
     # clipped: one rank's norm in place of the whole one would show
-    told = [replace(conditions(case.batches, norm)[0], clip=norm / 2)]
-    expected, _ = original(case, told)
+    told = [replace(standard_conditions(case.batches, norm)[0], clip=norm / 2)]
+    expected, _ = run_original(case, told)
     with nullcontext(pool) if pool else Threads() as ranks:
-        seen = ranks.run(tried, plan.mesh.world, case, told)[0]
+        seen = ranks.run(observe_on_rank, plan.mesh.world, case, told)[0]
     return compare(expected, seen)
 
 

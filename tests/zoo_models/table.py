@@ -14,16 +14,18 @@ from tests.zoo_models.worker import NOT_TINY
 PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
 HEAD = """# Models
 
-Which models of transformers a schedule has been proven for. Every row is a model made tiny from
-its configuration; every column is a schedule, compared with the model as it is, on ranks that are
-threads of one process, in float64: outputs, loss, every gradient and its norm, and the parameters
-after two steps with SGD, momentum, weight decay and clipping; in one of two batches rows end early.
-`python -m tests.zoo_models` makes this page again; what is known already is not run again.
+Look up whether schedules are verified for your model of transformers. Each row is a tiny model with
+the architecture of its configuration. Each column is a schedule, compared with the unmodified model
+in float64, on ranks that are threads of one process.
 
-* *verified*: all equal, to 1e-9; the number is that of the rows of the schedule. `*`: with
-  `relax(batch_stats)`, compared with the original trained by parts
-* *refused*: the message's code; its text stands below
-* *failed*: neither
+The comparison covers outputs, loss, every gradient and its norm, and the parameters after two steps
+with SGD, momentum, weight decay and clipping. In one of two batches some rows end early.
+`python -m tests.zoo_models` writes this page, and runs only cells without a known result.
+
+* *verified*: all equal, to 1e-9; the number counts the rows of the schedule. `*`: with
+  `relax(batch_stats)`, compared with the original trained on one shard of the batch at a time
+* *refused*: the code of the message; the text is below
+* *failed*: not equal
 * *not run*: not yet, with this version
 """
 COLUMNS = {
@@ -114,7 +116,7 @@ def _reasons(cells: Cells, left: list[str]) -> str:
         if known.verdict.status in ("refused", "failed"):
             lines.append(f"* {kind}, {mesh}: {known.verdict.status}: {_plain(known.verdict.why)}")
     lines += ["", "## Left out\n", "They cannot be made tiny from their configuration, or do not"]
-    lines += ["run by themselves:\n"]
+    lines += ["run alone:\n"]
     lines += [f"* {k}: {_plain(cells[k, _mesh(cells, k)].verdict.why[:120])}" for k in left]
     return "\n".join(lines) + "\n"
 

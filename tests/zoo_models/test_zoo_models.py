@@ -53,13 +53,13 @@ def test_a_wrong_number_is_a_failed_cell(threads: Threads, monkeypatch: pytest.M
     """A program whose gradients are not summed over the ranks is told from one that is right."""
     from schedlang.runtime.grad_reduction import zero
 
-    plain = zero.Sliced.add
+    plain = zero.ShardedStage.add_unit
 
     def averaged(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
-    monkeypatch.setattr(zero.Sliced, "add", averaged)
+    monkeypatch.setattr(zero.ShardedStage, "add_unit", averaged)
     found = cell.judged(cases.subject("gpt2"), "zero", threads)
     assert (found.status, "gradients" in found.why) == ("failed", True), found.why
 

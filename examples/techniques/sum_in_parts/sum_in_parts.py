@@ -79,11 +79,11 @@ class InParts:
         from schedlang.runtime.comm import world
         from schedlang.runtime.comm.collectives import count
         from schedlang.runtime.forward import the_input
-        from schedlang.runtime.sharding.shard import without_padding
+        from schedlang.runtime.sharding.edges import mask_padding
 
         edge, group = self.edge, self.edge.group
         x = edge.enter(the_input(self.module, args, kwargs))
-        x = without_padding(x, edge.wants, group)
+        x = mask_padding(x, edge.input_after, group)
         parts, started = [], []
         for rows in x.flatten(0, -2).chunk(self.parts):
             part = linear(rows, self.module.weight)

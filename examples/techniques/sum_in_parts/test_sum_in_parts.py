@@ -15,7 +15,7 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.placement import P, R, S
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.sharding.shard import Edge
+from schedlang.runtime.sharding.edges import Edge
 
 SCHEDULE = Path(__file__).parent / "sum_in_parts.sched"
 

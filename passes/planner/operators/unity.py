@@ -18,20 +18,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from schedlang.ir.primitive import registry
-from schedlang.passes.complete.proposal import Row, call
-from schedlang.passes.planner.operators.solve import solve
+from schedlang.passes.complete.proposed_rows import ProposedRow, make_call
+from schedlang.passes.planner.operators.solver import solve
 
 if TYPE_CHECKING:
-    from schedlang.passes.complete.proposal import Trial
-    from schedlang.passes.planner.operators.graph import Graph, Node
-    from schedlang.passes.planner.operators.placements import Joint
+    from schedlang.passes.complete.proposed_rows import RowTrial
+    from schedlang.passes.planner.operators.operator_graph import Graph, Node
+    from schedlang.passes.planner.operators.placements import MeshPlacement
 
 UNITY = (
     "substitutions and parallelization at once (Unger et al., OSDI 2022)",
     "pipelines; of substitutions it has those that are rows; a module it lays out on all ranks",
 )
 ALPHA = 1.05  # graphs that cost more than this factor times the best are not expanded (paper)
-BUDGET = 64  # maximal number of graphs that are priced
+MAX_GRAPHS = 64  # maximal number of graphs that are priced
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Substitution:
     again  whether the nodes are recomputed for the backward; else one kernel replaces all of them
     """
 
-    row: Row
+    row: ProposedRow
     nodes: frozenset[int]
-    again: bool = False
+    recompute: bool = False
 
     def clashes(self, other: Substitution) -> bool:
         """Return whether both would replace one node."""
-        return self.again == other.again and bool(self.nodes & other.nodes)
+        return self.recompute == other.recompute and bool(self.nodes & other.nodes)
 
 
 # -- substitutions as rows -------------------------------------------------------------------------
 
 
-def substitutions(trial: Trial, graph: Graph) -> list[Substitution]:
+def find_substitutions(trial: RowTrial, graph: Graph) -> list[Substitution]:
     """List the substitutions of a graph that the language accepts; of equal ones the first."""
     found: dict[tuple[frozenset[int], bool], Substitution] = {}
     every = (
@@ -64,35 +64,39 @@ def substitutions(trial: Trial, graph: Graph) -> list[Substitution]:
         _recomputed(graph),
     )
     for one in itertools.chain(*every):
-        known = (one.nodes, one.again) in found
-        if one.nodes and not known and trial.refusal([one.row], "dp", 1) is None:
-            found[one.nodes, one.again] = one
+        known = (one.nodes, one.recompute) in found
+        if one.nodes and not known and trial.find_refusal([one.row], "dp", 1) is None:
+            found[one.nodes, one.recompute] = one
     return list(found.values())
 
 
-def _kernels(trial: Trial, graph: Graph) -> Iterator[Substitution]:
-    works = [k for k, one in enumerate(graph.nodes) if one.step.kept or one.step.kind != "other"]
+def _kernels(trial: RowTrial, graph: Graph) -> Iterator[Substitution]:
+    works = [
+        k for k, one in enumerate(graph.nodes) if one.step.allocates or one.step.kind != "other"
+    ]
     bare = [k for k in works if not graph.nodes[k].step.module]
     for site in dict.fromkeys(one.site for one in graph.nodes):
         own = frozenset(k for k in works if graph.nodes[k].site == site)
         modules = [k for k in own if graph.nodes[k].step.module]
         below = frozenset(k for k in bare if f"{graph.nodes[k].site}.".startswith(f"{site}."))
         if any(graph.nodes[k].kernels > 1 for k in modules):
-            yield from (Substitution(Row((site,), one), own) for one in NORMS)
-        elif site in graph.worded and any(graph.nodes[k].step.module == "linear" for k in own):
+            yield from (Substitution(ProposedRow((site,), one), own) for one in NORM_ROWS)
+        elif site in graph.vocabulary_weights and any(
+            graph.nodes[k].step.module == "linear" for k in own
+        ):
             loss = frozenset(k for k in works if k >= min(own))
-            yield Substitution(Row((site,), LOSS), loss)
+            yield Substitution(ProposedRow((site,), LOSS_KERNEL), loss)
         elif site and not modules and len(below) > 1:
-            yield from (Substitution(Row((site,), one), below) for one in POINTWISE)
+            yield from (Substitution(ProposedRow((site,), one), below) for one in POINTWISE_ROWS)
 
 
-NORMS = (
-    call("replace_kernel", "rms_norm"),
-    call("replace_kernel", "layer_norm"),
-    call("fuse", backend="rowwise"),
+NORM_ROWS = (
+    make_call("replace_kernel", "rms_norm"),
+    make_call("replace_kernel", "layer_norm"),
+    make_call("fuse", backend="rowwise"),
 )
-LOSS = call("replace_kernel", "linear_cross_entropy")
-POINTWISE = call("replace_kernel", "gated"), call("fuse", backend="rowwise")
+LOSS_KERNEL = make_call("replace_kernel", "linear_cross_entropy")
+POINTWISE_ROWS = make_call("replace_kernel", "gated"), make_call("fuse", backend="rowwise")
 
 
 def _rotated(graph: Graph) -> Iterator[Substitution]:
@@ -103,14 +107,18 @@ def _rotated(graph: Graph) -> Iterator[Substitution]:
     """
     for end, node in enumerate(graph.nodes):
         own = [k for k in range(end) if graph.nodes[k].site == node.site]
-        named = {name: [k for k in own if graph.nodes[k].step.name == name] for name in TURNING}
+        named = {
+            name: [k for k in own if graph.nodes[k].step.name == name] for name in ROTARY_OPERATORS
+        }
         if node.step.kind == "attention" and all(named.values()):
             span = range(named["mul"][0], named["add"][-1] + 1)
-            works = frozenset(k for k in own if k in span and graph.nodes[k].step.kept)
-            yield Substitution(Row((node.site,), call("replace_kernel", "rope")), works)
+            works = frozenset(k for k in own if k in span and graph.nodes[k].step.allocates)
+            yield Substitution(
+                ProposedRow((node.site,), make_call("replace_kernel", "rope")), works
+            )
 
 
-TURNING = "mul", "add"
+ROTARY_OPERATORS = "mul", "add"
 
 
 def _added(graph: Graph) -> Iterator[Substitution]:
@@ -120,13 +128,15 @@ def _added(graph: Graph) -> Iterator[Substitution]:
     for edge in graph.edges:
         (maker, _), norm = edge.source, graph.nodes[edge.target]
         parent = norm.site.rpartition(".")[0]
-        if maker >= 0 and norm.step.module == "norm" and edge.place == 0:
+        if maker >= 0 and norm.step.module == "norm" and edge.input_index == 0:
             before = graph.nodes[maker]
             if before.step.name == "add" and before.site == parent and maker < edge.target:
                 found[parent].append(frozenset((maker, edge.target)))
     for parent, pairs in found.items():
         if len(pairs) == 1:  # each of several would be a kernel of its own
-            yield Substitution(Row((parent,), call("replace_kernel", "add_norm")), pairs[0])
+            yield Substitution(
+                ProposedRow((parent,), make_call("replace_kernel", "add_norm")), pairs[0]
+            )
 
 
 def _merged(graph: Graph) -> Iterator[Substitution]:
@@ -135,12 +145,14 @@ def _merged(graph: Graph) -> Iterator[Substitution]:
         return
     readers: dict[tuple[str, str], list[int]] = defaultdict(list)
     for at, node in enumerate(graph.nodes):
-        if node.step.module == "linear" and 0 in graph.given(at):
-            readers[node.site.rpartition(".")[0], graph.given(at)[0]].append(at)
+        if node.step.module == "linear" and 0 in graph.inputs_of(at):
+            readers[node.site.rpartition(".")[0], graph.inputs_of(at)[0]].append(at)
     for (parent, _), those in readers.items():
         names = [graph.nodes[at].site.rpartition(".")[2] for at in those]
         if parent and len(those) > 1:
-            yield Substitution(Row((parent,), call("merge_products", *names)), frozenset(those))
+            yield Substitution(
+                ProposedRow((parent,), make_call("merge_products", *names)), frozenset(those)
+            )
 
 
 def _recomputed(graph: Graph) -> Iterator[Substitution]:
@@ -149,18 +161,20 @@ def _recomputed(graph: Graph) -> Iterator[Substitution]:
     )
     for head in heads:
         those = (k for k, one in enumerate(graph.nodes) if f"{one.site}.".startswith(f"{head}."))
-        yield Substitution(Row((head,), call("checkpoint")), frozenset(those), again=True)
+        yield Substitution(
+            ProposedRow((head,), make_call("checkpoint")), frozenset(those), recompute=True
+        )
 
 
 # -- the graph after substitutions -----------------------------------------------------------------
 
 
-def applied(graph: Graph, those: Iterable[Substitution]) -> Graph:
+def apply_substitutions(graph: Graph, those: Iterable[Substitution]) -> Graph:
     """Apply substitutions: the same nodes, some of which are computed in another way."""
     made = copy(graph)
     made.nodes = list(graph.nodes)
     for one in those:
-        change = _recomputed_nodes if one.again else _fused
+        change = _recomputed_nodes if one.recompute else _fused
         for at, node in change(made, one.nodes):
             made.nodes[at] = node
     return made
@@ -171,10 +185,13 @@ def _fused(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
     read: set[str] = set()
     first = min(nodes)
     for at in sorted(nodes):
-        given = {*graph.given(at).values()}
+        given = {*graph.inputs_of(at).values()}
         within = _inside(graph, at, nodes) | (given & read)
-        read |= given | {graph.result(at, k) for k in range(len(graph.nodes[at].step.outputs))}
-        yield at, replace(graph.nodes[at], kernels=int(at == first), within=frozenset(within))
+        read |= given | {graph.result_name(at, k) for k in range(len(graph.nodes[at].step.outputs))}
+        yield (
+            at,
+            replace(graph.nodes[at], kernels=int(at == first), inside_kernel=frozenset(within)),
+        )
 
 
 def _inside(graph: Graph, at: int, nodes: frozenset[int]) -> set[str]:
@@ -187,60 +204,60 @@ def _inside(graph: Graph, at: int, nodes: frozenset[int]) -> set[str]:
 def _recomputed_nodes(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
     for at in nodes:
         forgets = frozenset(_inside(graph, at, nodes))
-        yield at, replace(graph.nodes[at], again=True, forgets=forgets)
+        yield at, replace(graph.nodes[at], recomputed=True, not_saved=forgets)
 
 
 # -- the search ------------------------------------------------------------------------------------
 
 
-State = frozenset[int]
+SubstitutionSet = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Price:
+class SubstitutionPrice:
     """Price of a set of substitutions: the quickest of several problems within `limit` bytes.
 
     Problems whose upper bound of savings is too small are not solved.
     """
 
-    joints: Sequence[Joint]
+    joints: Sequence[MeshPlacement]
     rules: Sequence[Substitution]
     limit: float = math.inf
 
-    def on(self, state: State) -> list[Joint]:
+    def problems_after(self, state: SubstitutionSet) -> list[MeshPlacement]:
         """Return the problems after substitutions."""
-        made = applied(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
-        return [joint.on(made) for joint in self.joints]
+        made = apply_substitutions(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
+        return [joint.with_graph(made) for joint in self.joints]
 
     @cached_property
-    def free(self) -> Sequence[float]:
+    def unlimited_seconds(self) -> Sequence[float]:
         """Seconds of the best of each problem without substitutions and without a limit."""
         found = [solve(joint.problem) for joint in self.joints]
         return [one.seconds if one else math.inf for one in found]
 
-    def __call__(self, state: State) -> float:
+    def __call__(self, state: SubstitutionSet) -> float:
         """Return the seconds of the quickest."""
         best = math.inf
-        after = zip(self.free, self.joints, self.on(state))
+        after = zip(self.unlimited_seconds, self.joints, self.problems_after(state))
         for free, before, joint in sorted(after, key=lambda one: one[0]):
-            if free - joint.saves(before) < best:
+            if free - joint.max_saving(before) < best:
                 found = solve(joint.problem, self.limit)
                 best = min(best, found.seconds if found else math.inf)
         return best
 
 
-def searched(
+def search_substitutions(
     rules: Sequence[Substitution],
-    price: Callable[[State], float],
+    price: Callable[[SubstitutionSet], float],
     alpha: float = ALPHA,
-    budget: int = BUDGET,
-) -> list[tuple[float, State]]:
+    budget: int = MAX_GRAPHS,
+) -> list[tuple[float, SubstitutionSet]]:
     """Price sets of substitutions, and return them with their seconds, the quickest first.
 
     Expands the best set so far by one substitution at a time.  With infinite `alpha` and an
     unlimited budget all sets are priced.
     """
-    turn, start = itertools.count(), State()
+    turn, start = itertools.count(), SubstitutionSet()
     prices = {start: price(start)}
     heap = [(prices[start], next(turn), start)]
     best = prices[start]
@@ -257,4 +274,4 @@ def searched(
             if prices[more] <= alpha * best:
                 heapq.heappush(heap, (prices[more], next(turn), more))
     ranked = sorted((seconds, len(one), sorted(one)) for one, seconds in prices.items())
-    return [(seconds, State(one)) for seconds, _, one in ranked if seconds < math.inf]
+    return [(seconds, SubstitutionSet(one)) for seconds, _, one in ranked if seconds < math.inf]

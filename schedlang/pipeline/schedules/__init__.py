@@ -7,57 +7,57 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TypedDict, Unpack
 
-from schedlang.diagnostics.diagnostic import closest
+from schedlang.diagnostics.diagnostic import find_closest
 from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import (
     bidirectional,
-    heuristic,
     looped,
     one_stage,
     search,
     sliced,
-    vee,
+    v_shaped,
+    zero_bubble,
 )
 from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
 from schedlang.pipeline.schedules.registry import Order, OrderError, Size
 from schedlang.pipeline.timeline.table import Timeline
 
-KNOWN: tuple[Order, ...] = (
-    *one_stage.FLUSHED,
-    *looped.INTERLEAVED,
-    *looped.BREADTH_FIRST,
-    *one_stage.ZERO_BUBBLE,
-    *heuristic.ORDERS,
-    *vee.PHASED,
-    *vee.REPEATED,
-    *looped.GROUPED,
-    *bidirectional.ALTERNATING,
-    *bidirectional.OVERLAPPED,
-    *looped.WAVES,
+NAMED_ORDERS: tuple[Order, ...] = (
+    *one_stage.FLUSHED_ORDERS,
+    *looped.INTERLEAVED_ORDERS,
+    *looped.BREADTH_FIRST_ORDERS,
+    *one_stage.ZERO_BUBBLE_ORDERS,
+    *zero_bubble.ORDERS,
+    *v_shaped.PHASE_ORDERS,
+    *v_shaped.BLOCK_ORDERS,
+    *looped.GROUPED_ORDERS,
+    *bidirectional.ALTERNATING_ORDERS,
+    *bidirectional.OVERLAPPED_ORDERS,
+    *looped.WAVE_ORDERS,
     *sliced.ORDERS,
-    *one_stage.PARKED,
-    *one_stage.RECOMPUTED,
-    *one_stage.STALE,
+    *one_stage.PARTNER_ORDERS,
+    *one_stage.RECOMPUTED_ORDERS,
+    *one_stage.STALE_ORDERS,
 )
-ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
+ORDERS: tuple[Order, ...] = (*NAMED_ORDERS, search.search_as_order(NAMED_ORDERS))
 
 __all__ = [
     "ORDERS",
     "Order",
     "OrderError",
     "Size",
-    "chunks_of",
-    "find",
-    "meant",
-    "order",
+    "default_chunks",
+    "find_order",
+    "guess_order",
+    "make_order",
     "read_table",
-    "sized",
+    "checked_size",
     "write_table",
 ]
 
 
-class Settings(TypedDict, total=False):
+class OrderArguments(TypedDict, total=False):
     """Arguments of an order besides ranks, microbatches and chunks; see `Size`."""
 
     slices: int
@@ -67,24 +67,24 @@ class Settings(TypedDict, total=False):
     barrier: bool
 
 
-def order(
-    name: str, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
+def make_order(
+    name: str, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[OrderArguments]
 ) -> Timeline:
     """Return the compute operations of every rank under a named order.
 
     `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
     rank, None: the order's own number. Raises OrderError for sizes that the order does not have.
     """
-    found = find(name)
-    return found.make(sized(found, ranks, micro, chunks, **given))
+    found = find_order(name)
+    return found.make(checked_size(found, ranks, micro, chunks, **given))
 
 
-def sized(
-    found: Order, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
+def checked_size(
+    found: Order, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[OrderArguments]
 ) -> Size:
     """Return the checked sizes of an order; `chunks` None is its own number. Raises OrderError."""
     memory = given.pop("memory", None)
-    chunks = chunks_of(name=found.name) if chunks is None else chunks
+    chunks = default_chunks(name=found.name) if chunks is None else chunks
     size = Size(ranks, micro, chunks, **given)  # type: ignore[arg-type]
     size = replace(size, memory=None if memory is None else Fraction(memory))
     if min(ranks, micro, chunks, size.slices) < 1:
@@ -94,7 +94,12 @@ def sized(
         )
     if found.chunks is not None and chunks not in found.chunks:
         raise OrderError(*_other_chunks(found, chunks))
-    if found.chunks is None and chunks == 1 and found.default_chunks > 1 and not found.alone:
+    if (
+        found.chunks is None
+        and chunks == 1
+        and found.default_chunks > 1
+        and not found.allows_one_stage
+    ):
         raise OrderError(
             f"{found.name} needs several stages per rank",
             f'chunks={found.default_chunks}, or order="1F1B"',
@@ -110,13 +115,13 @@ def sized(
     return size
 
 
-def chunks_of(name: str) -> int:
+def default_chunks(name: str) -> int:
     """Return the number of stages that an order puts on each rank by default."""
-    found = find(name)
+    found = find_order(name)
     return found.default_chunks if found.chunks is None else found.chunks[0]
 
 
-def find(name: str) -> Order:
+def find_order(name: str) -> Order:
     """Return the order of this name or alias, in any case, or of the table in a file `*.csv`."""
     if name.lower().endswith(".csv"):
         return table_order(name)
@@ -126,16 +131,16 @@ def find(name: str) -> Order:
     raise OrderError(f"there is no order `{name}`", _legal(name))
 
 
-def meant(name: str) -> str | None:
+def guess_order(name: str) -> str | None:
     """Return the order that an alias, a name of another system, or a misspelling stands for."""
     every = {known: one.name for one in ORDERS for known in (one.name, *one.aliases)}
-    near = closest(name, every)
+    near = find_closest(name, every)
     return OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
 
 
 def _legal(name: str) -> str:
     """Return help on what to write in place of an unknown order."""
-    found = meant(name)
+    found = guess_order(name)
     return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 
 

@@ -11,18 +11,18 @@ from fractions import Fraction
 
 import numpy as np
 
-from schedlang.pipeline.schedules.registry import Ints, Order, Problem, Size, by_slot
-from schedlang.pipeline.schedules.vee import numbered, two_way
+from schedlang.pipeline.schedules.registry import Ints, Order, Size, SizeProblem, timeline_by_slot
+from schedlang.pipeline.schedules.v_shaped import dualpipe_steps, number_steps
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
 def _chimera(size: Size) -> Timeline:
-    """Each replica runs 1F1B in slots that the other leaves free; units of p microbatches follow.
+    """Each replica runs 1F1B in slots that the other leaves free, in units of p microbatches.
 
-    With slots of one operation, microbatch i of a unit and replica is forwarded by stage s in slot
-    s + 2i and goes back in slot 2p - 1 - s + 2i. On a rank the stages of the two replicas differ by
-    an odd number, so one of them has the even slots and the other the odd ones. A unit takes 2p
-    consecutive slots of each rank, so the next one may start 2p later (direct concatenation).
+    Count in slots of one operation. In a unit, stage s runs microbatch i of a replica forward in
+    slot s + 2i and backward in slot 2p - 1 - s + 2i. The two stages of a rank differ by an odd
+    number, so one replica has the even slots and the other has the odd slots. A unit takes 2p slots
+    in a row on each rank, so the next unit starts 2p slots later (direct concatenation).
     """
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
@@ -33,7 +33,7 @@ def _chimera(size: Size) -> Timeline:
 
 
 def _gems(size: Size) -> Timeline:
-    """One microbatch after the other, forward and back, from the two ends in turn."""
+    """One microbatch at a time, forward and backward; they start from the two ends in turn."""
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
     return _alternating(p, 2 * microbatch, 2 * microbatch + 1, stage, microbatch)
@@ -46,7 +46,7 @@ def _alternating(
     replicas."""
     replica, slot = microbatch % 2, np.stack([forward, backward], -1)
     columns = (stage, microbatch, replica)
-    return by_slot(
+    return timeline_by_slot(
         ranks,
         slot,
         _rank(ranks, stage, replica)[..., None],
@@ -60,7 +60,7 @@ def _rank(ranks: int, stage: Ints, replica: Ints) -> Ints:
     return np.where(replica == 0, stage, ranks - 1 - stage)
 
 
-def even(size: Size, least: Callable[[int], int]) -> Problem | None:
+def check_two_directions(size: Size, least: Callable[[int], int]) -> SizeProblem | None:
     """Return why two directions cannot share ranks and microbatches equally, and which sizes can.
 
     `least`: the fewest microbatches for a number of ranks.
@@ -85,11 +85,11 @@ def _near(micro: int, least: int) -> list[int]:
     return [micro - 1, micro + 1] if micro % 2 and micro > least else [micro + micro % 2]
 
 
-def _shared(size: Size) -> Problem | None:
-    return even(size, lambda ranks: 2)
+def _shared(size: Size) -> SizeProblem | None:
+    return check_two_directions(size, lambda ranks: 2)
 
 
-def _pair(size: Size) -> Problem | None:
+def _pair(size: Size) -> SizeProblem | None:
     micro = "micro=2" * (size.micro < 2)
     if size.ranks < 2:
         return "two directions need several ranks", "2 ranks" + f" with {micro}" * bool(micro)
@@ -97,7 +97,7 @@ def _pair(size: Size) -> Problem | None:
 
 
 def _chimera_idle(size: Size) -> Fraction:
-    """(p-2) (max(F, B) + (n-1) |F - B|) over n whole units of p microbatches, with B = I + W.
+    """(p-2) (max(F, B) + (n-1) |F - B|) for n full units of p microbatches, with B = I + W.
 
     With equal F and B this is the rate (p-2) / (2m + p-2), with B = 2F and one unit the rate
     (p-2) / (3m/2 + p-2), both of §3.2 of the paper. A last unit of 2q < p microbatches leaves
@@ -122,7 +122,7 @@ def _gems_idle(size: Size) -> Fraction:
     return first + (m - 1) * (p * max(f, b) + min(f, b)) - m * (f + b)
 
 
-ALTERNATING = (
+ALTERNATING_ORDERS = (
     Order(
         "Chimera",
         "Li and Hoefler 2021 (2107.06925), §3; direct concatenation where m > p",
@@ -145,28 +145,29 @@ ALTERNATING = (
 
 
 def _dualpipe(size: Size) -> Timeline:
-    """The eight phases of every rank.
+    """Every rank runs the eight phases of the paper.
 
-    The i-th microbatch of direction d is 2i + d; stage s of direction 0 is on rank s, of direction
-    1 on rank p - 1 - s. A forward that the system overlaps with a backward comes right before it.
+    The i-th microbatch of direction d is 2i + d. Stage s is on rank s in direction 0 and on rank
+    p - 1 - s in direction 1. If the paper's system overlaps a forward with a backward, the forward
+    comes right before this backward.
     """
     p, rows = size.ranks, []
     for rank in range(p):
-        steps = two_way(p // 2, min(rank, p - 1 - rank), size.micro // 2)
-        kind, far, nth = numbered(steps)
+        steps = dualpipe_steps(p // 2, min(rank, p - 1 - rank), size.micro // 2)
+        kind, far, nth = number_steps(steps)
         replica = far ^ int(rank >= p // 2)
         stage = _rank(p, np.array(rank), replica)
         columns = (np.arange(len(kind)), rank, kind, stage, 2 * nth + replica, replica)
         rows.append(np.stack(np.broadcast_arrays(*columns)))
-    return by_slot(p, *np.concatenate(rows, axis=1))
+    return timeline_by_slot(p, *np.concatenate(rows, axis=1))
 
 
-def _long_enough(size: Size) -> Problem | None:
-    return even(size, lambda ranks: 2 * ranks)
+def _long_enough(size: Size) -> SizeProblem | None:
+    return check_two_directions(size, lambda ranks: 2 * ranks)
 
 
 def _dualpipe_idle(size: Size) -> Fraction:
-    """(p/2 - 1) (F + I - W), and max(0, F - I - W) more, where I <= F.
+    """(p/2 - 1) (F + I - W + max(0, F - I - W)), if I <= F.
 
     The paper's (p/2 - 1) (F&B + B - 3W) is for F&B and B = I + W as single operations that take
     and give at their ends; with F and I apart what follows I starts earlier.
@@ -175,7 +176,7 @@ def _dualpipe_idle(size: Size) -> Fraction:
     return (size.ranks // 2 - 1) * (f + i - w + max(Fraction(0), f - i - w))
 
 
-OVERLAPPED = (
+OVERLAPPED_ORDERS = (
     Order(
         "DualPipe",
         "DeepSeek-V3, 2024 (2412.19437), §3.2.1",

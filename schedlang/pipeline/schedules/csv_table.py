@@ -15,24 +15,26 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedlang.diagnostics.source import text_of
-from schedlang.pipeline.schedules.registry import Order, OrderError, Problem, Size
-from schedlang.pipeline.timeline.simulation import timing
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
+from schedlang.diagnostics.source import read_utf8
+from schedlang.pipeline.schedules.registry import Order, OrderError, Size, SizeProblem
+from schedlang.pipeline.timeline.simulation import simulate_timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline_from_rows
 
-WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
-ASIDE = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.EVICT, Kind.LOAD)
-LISTED = (*WORK, *ASIDE, Kind.STEP, Kind.BARRIER)
-PASSED = {kind.name for kind in Kind if kind not in LISTED} | {"REDUCE_GRAD"}
-WORDS = sorted({kind.name for kind in Kind} | PASSED, key=lambda word: -len(word))
+COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+MEMORY_KINDS = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.EVICT, Kind.LOAD)
+LISTED_KINDS = (*COMPUTE_KINDS, *MEMORY_KINDS, Kind.STEP, Kind.BARRIER)
+SKIPPED_KINDS = {kind.name for kind in Kind if kind not in LISTED_KINDS} | {"REDUCE_GRAD"}
+KIND_NAMES = sorted({kind.name for kind in Kind} | SKIPPED_KINDS, key=lambda word: -len(word))
 CELL = re.compile(
-    rf"(\d{{1,9}})({'|'.join(WORDS)})(\d{{0,9}})"
+    rf"(\d{{1,9}})({'|'.join(KIND_NAMES)})(\d{{0,9}})"
     r"(?:r(\d{1,9}))?(?:s(\d{1,9}))?(?:v(\d{1,9}))?(?:~(\d{1,9}))?",
     re.ASCII,
 )
-QUOTED = re.compile(r"[\w~();]{1,40}")  # text that messages quote: a misspelt cell
-BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-LEGAL = "cells are like 0F0, 2I1, 2W1, 3B0, or empty; with replica, slice and version 0F5r1s2v1"
+QUOTABLE = re.compile(r"[\w~();]{1,40}")  # text that messages quote: a misspelt cell
+OVERLAPPED_CELL = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+LEGAL_CELLS = (
+    "cells are like 0F0, 2I1, 2W1, 3B0, or empty; with replica, slice and version 0F5r1s2v1"
+)
 
 
 class Cell(NamedTuple):
@@ -59,7 +61,7 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
         lines.pop()
     cells = [list(_cells(line, number)) for number, line in enumerate(lines, 1)]
     if not any(cells):
-        raise OrderError("the table lists no operation", LEGAL)
+        raise OrderError("the table lists no operation", LEGAL_CELLS)
     _check_ranks(cells)
     _check_complete(cells)
     rows = [[cell.op for cell in row] for row in cells]
@@ -68,9 +70,9 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
         if wanted is not None and found != wanted:
             word = "micro" if what == "microbatches" else what
             raise OrderError(f"the table is for {found} {what}, not {wanted}", f"{word}={found}")
-    made = timeline(rows)
+    made = timeline_from_rows(rows)
     try:
-        timing(made)
+        simulate_timeline(made)
     except TimelineError as error:
         raise OrderError(str(error), "move the operation that is waited for further up") from error
     return made
@@ -82,14 +84,14 @@ def table_order(path: str) -> Order:
     Raises OrderError where the file cannot be read, and as `read_table`.
     """
     try:
-        t = read_table(text_of(path))
+        t = read_table(read_utf8(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise OrderError(
             f"cannot read the table `{path}`: {reason}", 'name a table, or an order: "1F1B"'
         ) from error
 
-    def problem(size: Size) -> Problem | None:
+    def problem(size: Size) -> SizeProblem | None:
         both = (t.ranks, t.microbatches)
         if (size.ranks, size.micro) == both:
             return None
@@ -113,7 +115,7 @@ def write_table(t: Timeline) -> str:
     """Write the table of a timeline, one line per rank; derived operations are left out."""
     lines = []
     for rank in range(t.ranks):
-        lines.append(",".join(_text(op) for op in t.rows(rank) if op.kind in LISTED))
+        lines.append(",".join(_text(op) for op in t.rows(rank) if op.kind in LISTED_KINDS))
     return "\n".join(lines) + "\n"
 
 
@@ -134,7 +136,7 @@ def _cells(line: str, number: int) -> Iterator[Cell]:
 
 
 def _ops(word: str, place: str) -> Iterator[Op]:
-    if both := BOTH.fullmatch(word):
+    if both := OVERLAPPED_CELL.fullmatch(word):
         for part in both[1].split(";"):
             yield from _ops(part.strip(), place)
         return
@@ -142,14 +144,14 @@ def _ops(word: str, place: str) -> Iterator[Op]:
         return
     found = CELL.fullmatch(word)
     if found is None:
-        said = f"`{word}`" if QUOTED.fullmatch(word) else "what stands there"
-        raise OrderError(f"{place}: {said} is no operation", LEGAL)
+        said = f"`{word}`" if QUOTABLE.fullmatch(word) else "what stands there"
+        raise OrderError(f"{place}: {said} is no operation", LEGAL_CELLS)
     stage, name, *numbers = found.groups()
-    if name in PASSED:
+    if name in SKIPPED_KINDS:
         return
     kind = Kind[name]
     microbatch, replica, part, version = (int(n or 0) for n in numbers[:4])
-    if kind in WORK and not numbers[0]:
+    if kind in COMPUTE_KINDS and not numbers[0]:
         raise OrderError(f"{place}: `{word}` does not say of which microbatch", f"{word}0")
     peer = int(numbers[4]) if numbers[4] else -1
     if (kind in (Kind.EVICT, Kind.LOAD)) != (peer >= 0):
@@ -178,7 +180,7 @@ def _check_ranks(cells: list[list[Cell]]) -> None:
 def _check_complete(cells: list[list[Cell]]) -> None:
     """Refuse operations that are repeated, or missing."""
     seen: dict[tuple[str, int, int, int], Cell] = {}
-    for cell in (cell for row in cells for cell in row if cell.op.kind in WORK):
+    for cell in (cell for row in cells for cell in row if cell.op.kind in COMPUTE_KINDS):
         op = cell.op
         role = "B" if op.kind is Kind.I else op.kind.name
         first = seen.setdefault((role, op.stage, op.microbatch, op.slice), cell)
@@ -188,9 +190,9 @@ def _check_complete(cells: list[list[Cell]]) -> None:
                 f"does at {first.place}",
                 "each stage does each microbatch once: drop one of the two",
             )
-    ops = [cell.op for row in cells for cell in row if cell.op.kind in WORK]
+    ops = [cell.op for row in cells for cell in row if cell.op.kind in COMPUTE_KINDS]
     if not ops:
-        raise OrderError("the table has no forward and no backward", LEGAL)
+        raise OrderError("the table has no forward and no backward", LEGAL_CELLS)
     stages, micro = (1 + max(column) for column in list(zip(*ops))[1:3])
     slices = 1 + max(op.slice for op in ops)
     lines = {cell.op.stage: cell for row in cells for cell in row}

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.registry import laid
+from schedlang.pipeline.schedules.registry import timeline_of_units
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
@@ -34,7 +34,9 @@ class Jobs:
     comm: Number = 0
 
 
-def listed(jobs: Jobs, ranks: int, limit: Sequence[Number] | None = None) -> list[list[int]] | None:
+def list_schedule(
+    jobs: Jobs, ranks: int, limit: Sequence[Number] | None = None
+) -> list[list[int]] | None:
     """Return the operations of every rank in order; None if they get stuck.
 
     `limit`: the most activations that each rank may hold, in the units of `gain`.
@@ -114,7 +116,7 @@ Urgency = Callable[[int, int, int], Number]  # of (kind, stage, microbatch); the
 
 
 @dataclass(frozen=True)
-class Chain:
+class StageChain:
     """Stages and their ranks, with durations and activations of their operations.
 
     homes   the rank of every stage
@@ -134,7 +136,7 @@ class Chain:
         """The number of stages."""
         return len(self.homes)
 
-    def listed(
+    def list_schedule(
         self,
         micro: int,
         urgency: Urgency,
@@ -162,7 +164,7 @@ class Chain:
             [self.gains[k][s] for k, s, _ in every],
             self.comm,
         )
-        rows = listed(jobs, self.ranks, None if limit is None else [limit] * self.ranks)
+        rows = list_schedule(jobs, self.ranks, None if limit is None else [limit] * self.ranks)
         return None if rows is None else self.timeline(rows, micro)
 
     def timeline(self, rows: Sequence[Sequence[int]], micro: int) -> Timeline:
@@ -170,7 +172,7 @@ class Chain:
         split = len(self.times) == 3
         names = np.array([Kind.F, Kind.I, Kind.W] if split else [Kind.F, Kind.B], np.int32)
         parts = (np.divmod(np.array(row, np.int64), self.stages * micro) for row in rows)
-        return laid(((names[kind], unit) for kind, unit in parts), micro)
+        return timeline_of_units(((names[kind], unit) for kind, unit in parts), micro)
 
     def _needs(
         self, micro: int, in_flight: int | None, kind: int, stage: int, microbatch: int
@@ -189,11 +191,11 @@ class Chain:
         return found
 
 
-Unit = tuple[int, int, int]  # (kind, stage, microbatch)
+StageOperation = tuple[int, int, int]  # (kind, stage, microbatch)
 
 
-def filled(
-    chain: Chain, order: Timeline, limit: Number | None, *, whole_gaps: bool
+def fill_gaps(
+    chain: StageChain, order: Timeline, limit: Number | None, *, whole_gaps: bool
 ) -> Timeline | None:
     """Put W into the forwards and input gradients of an order, where a rank would wait.
 
@@ -207,15 +209,15 @@ class _Filling:
     """State of one filling; every rank runs until an input is missing."""
 
     def __init__(
-        self, chain: Chain, order: Timeline, limit: Number | None, whole_gaps: bool
+        self, chain: StageChain, order: Timeline, limit: Number | None, whole_gaps: bool
     ) -> None:
         self.chain, self.limit, self.whole = chain, limit, whole_gaps
         self.micro = order.microbatches
         self.queues = [_units(order, rank) for rank in range(chain.ranks)]
-        self.late: list[deque[Unit]] = [deque() for _ in range(chain.ranks)]
+        self.late: list[deque[StageOperation]] = [deque() for _ in range(chain.ranks)]
         self.free: list[Number] = [0] * chain.ranks
         self.held: list[Number] = [0] * chain.ranks
-        self.end: dict[Unit, Number] = {}
+        self.end: dict[StageOperation, Number] = {}
         self.rows: list[list[int]] = [[] for _ in range(chain.ranks)]
 
     def all(self) -> Timeline | None:
@@ -235,7 +237,7 @@ class _Filling:
                 self._run(rank, late.popleft(), self.free[rank])
         return self.chain.timeline(self.rows, self.micro)
 
-    def _ready(self, rank: int, unit: Unit) -> Number:
+    def _ready(self, rank: int, unit: StageOperation) -> Number:
         """Return the arrival time of an operation's input; -1: unknown yet."""
         kind, stage, microbatch = unit
         before = stage - 1 if kind == F else stage + 1
@@ -246,7 +248,7 @@ class _Filling:
             return -1
         return end + (self.chain.comm if self.chain.homes[before] != rank else 0)
 
-    def _step(self, rank: int, unit: Unit, ready: Number) -> bool:
+    def _step(self, rank: int, unit: StageOperation, ready: Number) -> bool:
         """Run weight gradients that fit, then the operation; False: memory is too small."""
         kind, stage, _ = unit
         late, gain = self.late[rank], self.chain.gains[kind][stage]
@@ -263,7 +265,7 @@ class _Filling:
             late.append((W, *unit[1:]))
         return True
 
-    def _run(self, rank: int, unit: Unit, ready: Number) -> None:
+    def _run(self, rank: int, unit: StageOperation, ready: Number) -> None:
         kind, stage, microbatch = unit
         end = max(self.free[rank], ready) + self.chain.times[kind][stage]
         self.free[rank] = self.end[unit] = end
@@ -271,7 +273,7 @@ class _Filling:
         self.rows[rank].append((kind * self.chain.stages + stage) * self.micro + microbatch)
 
 
-def _units(order: Timeline, rank: int) -> deque[Unit]:
+def _units(order: Timeline, rank: int) -> deque[StageOperation]:
     roles: dict[int, int] = {Kind.F: F, Kind.I: I, Kind.B: I}
     part = slice(int(order.starts[rank]), int(order.starts[rank + 1]))
     columns: Sequence[list[int]] = [

@@ -9,31 +9,34 @@ from math import ceil
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.list_scheduling import Chain
+from schedlang.pipeline.schedules.list_scheduling import StageChain
 from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
-    Problem,
     Size,
-    laid,
-    merge,
-    times,
-    weave,
+    SizeProblem,
+    exact_times,
+    merge_backwards,
+    merge_split_backwards,
+    timeline_of_units,
 )
 from schedlang.pipeline.timeline.table import Timeline
 
 
 def _interleaved(size: Size) -> Timeline:
-    """Microbatches go through a rank's chunks in rounds of p, as in torch; see `rounds`."""
-    sizes, rows = rounds(size.micro, size.ranks), []
+    """Each rank runs a round of p microbatches through its chunks in turn, as in torch.
+
+    If m > p and p does not divide m, rounds are larger than p, and as equal as possible.
+    """
+    sizes, rows = split_rounds(size.micro, size.ranks), []
     for rank in range(size.ranks):
-        forward, backward = depth_first(rank, size, sizes)
+        forward, backward = depth_first_units(rank, size, sizes)
         warmup = 2 * (size.ranks - 1 - rank) + (size.chunks - 1) * sizes[0]
-        rows.append(merge(forward, backward, warmup))
-    return laid(rows, size.micro)
+        rows.append(merge_backwards(forward, backward, warmup))
+    return timeline_of_units(rows, size.micro)
 
 
-def rounds(micro: int, group: int) -> list[int]:
+def split_rounds(micro: int, group: int) -> list[int]:
     """Split microbatches into rounds of at least `group`, as equal as possible, larger ones first.
 
     With smaller rounds first or last, ranks would wait for each other forever.
@@ -43,7 +46,7 @@ def rounds(micro: int, group: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
+def depth_first_units(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
     """Return the units of a rank's forwards and backwards: each round through one chunk after
     another."""
     turn = np.repeat(np.arange(len(sizes)), sizes) * size.chunks
@@ -53,13 +56,13 @@ def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
     return stages[0] * size.micro + microbatch, stages[1] * size.micro + microbatch
 
 
-def idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W) / v; with m < p a rank waits p - m more turns for each further chunk."""
+def idle_time(size: Size) -> Fraction:
+    """(p-1) (F + I + W) / v; if m < p, a rank waits p - m more turns for each further chunk."""
     turns = size.ranks - 1 + (size.chunks - 1) * max(0, size.ranks - size.micro)
-    return turns * sum(times(size), Fraction(0)) / size.chunks
+    return turns * sum(exact_times(size), Fraction(0)) / size.chunks
 
 
-def accounted(span: Number, size: Size) -> Number:
+def paper_span(span: Number, size: Size) -> Number:
     """Return the cost of 1F1B-I as Zero Bubble's Table 5 counts it: p transfers less.
 
     `span` is the simulated rank span.
@@ -68,12 +71,12 @@ def accounted(span: Number, size: Size) -> Number:
 
 
 def _peak(size: Size) -> Fraction:
-    """min(2(p-1) + (v-1) g + 1, v m) stage activations on rank 0, 1/v each; g the first round."""
-    most = 2 * (size.ranks - 1) + (size.chunks - 1) * rounds(size.micro, size.ranks)[0] + 1
+    """min(2(p-1) + (v-1) g + 1, v m) / v microbatches on rank 0; g is the first round's size."""
+    most = 2 * (size.ranks - 1) + (size.chunks - 1) * split_rounds(size.micro, size.ranks)[0] + 1
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
 
-INTERLEAVED = (
+INTERLEAVED_ORDERS = (
     Order(
         "Interleaved1F1B",
         "Narayanan et al. 2021 (2104.04473), §2.2",
@@ -81,23 +84,23 @@ INTERLEAVED = (
         aliases=("ScheduleInterleaved1F1B", "1F1B-I", "Interleaved"),
         chunks=None,
         default_chunks=2,
-        bubble=idle,
+        bubble=idle_time,
         peak=_peak,
     ),
 )
 
 
 def _breadth_first(size: Size) -> Timeline:
-    """All forwards, stage by stage; then the same backwards, the last microbatch first."""
+    """All forwards, stage by stage, then all backwards in exactly the reverse order."""
     rows = []
     for rank in range(size.ranks):
         stages = np.arange(size.chunks) * size.ranks + rank
         units = (stages[:, None] * size.micro + np.arange(size.micro)).ravel()
-        rows.append(merge(units, units[::-1], len(units)))
-    return laid(rows, size.micro)
+        rows.append(merge_backwards(units, units[::-1], len(units)))
+    return timeline_of_units(rows, size.micro)
 
 
-BREADTH_FIRST = (
+BREADTH_FIRST_ORDERS = (
     Order(
         "BFS",
         "Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022 (2211.05953)",
@@ -105,29 +108,29 @@ BREADTH_FIRST = (
         aliases=("LoopedBFS", "ScheduleLoopedBFS", "Breadth-First"),
         chunks=None,
         default_chunks=2,
-        bubble=idle,
+        bubble=idle_time,
         peak=lambda size: Fraction(size.micro),
     ),
 )
 
 
 def _gis(size: Size) -> Timeline:
-    """Rounds of p through a rank's chunks; half the warm-up of 1F1B-I; W after r further I."""
+    """Rounds of p as in 1F1B-I, with p - 1 - r fewer warm-up forwards; W after the next r I."""
     return _grouped(size, size.ranks)
 
 
 def _gis_h(size: Size) -> Timeline:
-    """Rounds of half as many: less is held, and ranks wait as a round comes by again."""
+    """GIS with rounds of p/2, or more if `memory` allows: less memory, but more idle time."""
     return _grouped(size, _group(size))
 
 
 def _grouped(size: Size, group: int) -> Timeline:
-    sizes, rows = rounds(size.micro, group), []
+    sizes, rows = split_rounds(size.micro, group), []
     for rank in range(size.ranks):
-        forward, backward = depth_first(rank, size, sizes)
+        forward, backward = depth_first_units(rank, size, sizes)
         warmup = size.ranks - 1 - rank + (size.chunks - 1) * sizes[0]
-        rows.append(weave(forward, backward, warmup, rank))
-    return laid(rows, size.micro)
+        rows.append(merge_split_backwards(forward, backward, warmup, rank))
+    return timeline_of_units(rows, size.micro)
 
 
 def _group(size: Size) -> int:
@@ -141,12 +144,12 @@ def _group(size: Size) -> int:
 
 def _held(size: Size, group: int) -> Fraction:
     """min((v-1) g + p, v m) stage activations, of 1/v each; g the first round."""
-    first = rounds(size.micro, group)[0]
+    first = split_rounds(size.micro, group)[0]
     most = (size.chunks - 1) * first + size.ranks
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
 
-def _too_little(size: Size) -> Problem | None:
+def _too_little(size: Size) -> SizeProblem | None:
     least = _held(size, _group(size))
     if size.memory is None or least <= size.memory:
         return None
@@ -154,8 +157,8 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _gis_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - min(F, W)) / v for m >= p; the paper bounds it by (p-1) (F + I) / v."""
-    f, i, w = times(size)
+    """(p-1) (F + I - min(F, W)) / v for m >= p; the bound in the paper is (p-1) (F + I) / v."""
+    f, i, w = exact_times(size)
     if size.micro < size.ranks and size.chunks > 1:
         return None
     slots = (size.ranks - 1) * (f + i) - (min(size.micro, size.ranks) - 1) * min(f, w)
@@ -163,11 +166,11 @@ def _gis_idle(size: Size) -> Fraction | None:
 
 
 def _gis_h_idle(size: Size) -> Fraction | None:
-    """Equal times only: p - 1 slots, (p-g) (v-1) for the smaller rounds, 2p - 3g - 1 for g < 2p/3.
+    """(p - 1 + (p-g) (v-1) + max(0, 2p - 3g - 1)) F / v if F = I = W, for several rounds of g.
 
-    A slot is F / v. There are several rounds, all of g.
+    A slot is F / v.
     """
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     p, g = size.ranks, _group(size)
     if not f == i == w or size.micro % g or size.micro == g or size.chunks == 1:
         return None
@@ -175,7 +178,7 @@ def _gis_h_idle(size: Size) -> Fraction | None:
     return slots * f / size.chunks
 
 
-GROUPED = (
+GROUPED_ORDERS = (
     Order(
         "GIS",
         "Wan et al., PipeOffload, 2025 (2503.01328), §3; PyTorch's ScheduleInterleavedZeroBubble",
@@ -188,13 +191,13 @@ GROUPED = (
         ),
         chunks=None,
         default_chunks=2,
-        alone=True,
+        allows_one_stage=True,
         bubble=_gis_idle,
         peak=lambda size: _held(size, size.ranks),
     ),
     Order(
         "GIS-H",
-        "Wan et al., PipeOffload, 2025 (2503.01328), §3; the round is chosen by `memory`",
+        "Wan et al., PipeOffload, 2025 (2503.01328), §3; `memory` chooses the round",
         _gis_h,
         problem=_too_little,
         chunks=None,
@@ -208,23 +211,23 @@ GROUPED = (
 FORWARD, BACKWARD = 1, 2  # durations in the paper's drawings
 
 
-def home(stage: int, ranks: int) -> int:
+def zigzag_rank(stage: int, ranks: int) -> int:
     """Return the rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
     turn = stage % (2 * ranks)
     return min(turn, 2 * ranks - 1 - turn)
 
 
 def _hanayo(size: Size) -> Timeline:
-    """Each rank, when free, runs a backward if one has arrived, else a forward, oldest first.
+    """A free rank takes a backward if one has arrived, otherwise a forward, the oldest first.
 
-    Times are those of the paper's drawings (B = 2F, transfers free). `memory` bounds the
-    microbatches in flight; without it there are up to 2p - 1 of them when there are many.
+    Times are those of the paper's drawings (B = 2F, free transfers). `memory` limits the
+    microbatches in flight. Without it, up to 2p - 1 are in flight if there are many.
     """
     stages = size.ranks * size.chunks
-    homes = tuple(home(stage, size.ranks) for stage in range(stages))
+    homes = tuple(zigzag_rank(stage, size.ranks) for stage in range(stages))
     times = ((FORWARD,) * stages, (BACKWARD,) * stages)
-    chain = Chain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
-    made = chain.listed(
+    chain = StageChain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
+    made = chain.list_schedule(
         size.micro,
         lambda kind, stage, microbatch: (1 - kind) * size.micro + microbatch,
         in_flight=None if size.memory is None else int(size.memory),
@@ -233,7 +236,7 @@ def _hanayo(size: Size) -> Timeline:
     return made
 
 
-def _half_a_wave(size: Size) -> Problem | None:
+def _half_a_wave(size: Size) -> SizeProblem | None:
     if size.chunks % 2:
         return (
             f"a wave goes forth and back: {size.chunks} stages per rank end on the way",
@@ -244,7 +247,7 @@ def _half_a_wave(size: Size) -> Problem | None:
     return None
 
 
-WAVES = (
+WAVE_ORDERS = (
     Order(
         "Hanayo",
         "Liu et al., Hanayo, 2023 (2308.15762), §3; W waves are 2W chunks",

@@ -13,39 +13,39 @@ import numpy as np
 from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
-    Problem,
     Size,
-    flushed,
-    in_turns,
-    laid,
-    times,
-    weave,
+    SizeProblem,
+    exact_times,
+    flush_bubble,
+    merge_split_backwards,
+    one_f_one_b,
+    timeline_of_units,
 )
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 
 
 def _gpipe(size: Size) -> Timeline:
-    """All forwards, then all backwards, which run first in, first out."""
-    return in_turns(size, lambda rank: size.micro)
+    """All forwards, then all backwards, both from the first microbatch to the last."""
+    return one_f_one_b(size, lambda rank: size.micro)
 
 
 def _one_f_one_b(size: Size) -> Timeline:
-    """Backward as soon as possible: on rank r after p - 1 - r forwards."""
-    return in_turns(size, lambda rank: size.ranks - 1 - rank)
+    """Backward as early as possible: rank r runs p - 1 - r forwards, then F and B in turn."""
+    return one_f_one_b(size, lambda rank: size.ranks - 1 - rank)
 
 
 def _eager(size: Size) -> Timeline:
-    """Twice the warm-up of 1F1B, which hides transfers: 2 (p-r) - 1 forwards before a backward."""
-    return in_turns(size, lambda rank: 2 * (size.ranks - 1 - rank))
+    """Twice the warm-up of 1F1B, to hide transfers: 2 (p-r) - 1 forwards precede the first B."""
+    return one_f_one_b(size, lambda rank: 2 * (size.ranks - 1 - rank))
 
 
-FLUSHED = (
+FLUSHED_ORDERS = (
     Order(
         "GPipe",
         "Huang et al., GPipe, 2019 (1811.06965)",
         _gpipe,
         aliases=("ScheduleGPipe",),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(size.micro),
     ),
     Order(
@@ -53,7 +53,7 @@ FLUSHED = (
         "PipeDream-flush, Narayanan et al. 2021 (2006.09503); DAPPLE, Fan et al. 2021",
         _one_f_one_b,
         aliases=("Schedule1F1B", "PipeDream-Flush"),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(min(size.ranks, size.micro)),
     ),
     Order(
@@ -61,19 +61,19 @@ FLUSHED = (
         "DAPPLE, Fan et al. 2021, policy PB of early backward",
         _eager,
         aliases=("1F1B-eager", "DAPPLE-PB"),
-        bubble=flushed,
+        bubble=flush_bubble,
         peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
     ),
 )
 
 
 def _zb_h1(size: Size) -> Timeline:
-    """1F1B's forwards and input gradients; rank r runs W of a microbatch after r further I."""
+    """F and I run as in 1F1B; rank r runs the W of a microbatch after the next r I."""
     return _woven(size, 1)
 
 
 def _zb_h2(size: Size) -> Timeline:
-    """Twice the warm-up of 1F1B, so that no rank waits for its first I; W after 2r further I."""
+    """Twice the warm-up of 1F1B, so that no rank waits for its first I; W after the next 2r I."""
     return _woven(size, 2)
 
 
@@ -81,27 +81,29 @@ def _woven(size: Size, times: int) -> Timeline:
     rows = []
     for rank in range(size.ranks):
         units = rank * size.micro + np.arange(size.micro)
-        rows.append(weave(units, units, times * (size.ranks - 1 - rank), times * rank))
-    return laid(rows, size.micro)
+        rows.append(
+            merge_split_backwards(units, units, times * (size.ranks - 1 - rank), times * rank)
+        )
+    return timeline_of_units(rows, size.micro)
 
 
 def _h1_idle(size: Size) -> Fraction:
-    """(p-1) (F + I - min(F, W)); fewer than p microbatches leave gaps where W has nothing to do.
+    """(p-1) (F + I - min(F, W)); with fewer than p microbatches, some gaps have no W to fill them.
 
     The paper has F + I - W, of times with W < F.
     """
-    f, i, w = times(size)
+    f, i, w = exact_times(size)
     return (size.ranks - 1) * (f + i) - (min(size.micro, size.ranks) - 1) * min(f, w)
 
 
 def _h2_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - 2 min(F, W)), never less than nothing, for 2p - 1 microbatches or more."""
-    f, i, w = times(size)
+    """(p-1) (F + I - 2 min(F, W)), at least 0, for 2p - 1 microbatches or more."""
+    f, i, w = exact_times(size)
     enough = size.micro >= 2 * size.ranks - 1
     return (size.ranks - 1) * max(f + i - 2 * min(f, w), Fraction(0)) if enough else None
 
 
-ZERO_BUBBLE = (
+ZERO_BUBBLE_ORDERS = (
     Order(
         "ZB-H1",
         "Qi et al., Zero Bubble, 2023 (2401.10241), §2.2",
@@ -120,16 +122,17 @@ ZERO_BUBBLE = (
 
 
 def _bpipe(size: Size) -> Timeline:
-    """1F1B; rank r and rank p - 1 - r are partners, and neither holds more than the limit.
+    """1F1B with a limit of activations on each rank; rank r and rank p - 1 - r are partners.
 
-    From the paper: the pairs, the limit of ceil((p+2)/2) microbatches, and that an early rank sends
-    activations away when it would exceed the limit and gets them back before their backward. Our
-    reading: the microbatch with the farthest backward leaves, which is the newest; it comes back
-    right after the backward before its own, so that both transfers have the time of a forward; and
-    a return goes first, so that the partner never holds more than the excess.
+    From the paper: the pairs, and the limit of ceil((p+2)/2) microbatches. An early rank sends
+    activations to its partner before it would exceed the limit, and gets them back before their
+    backward. Our reading: the rank sends the newest microbatch, because its backward is farthest
+    away. The activations come back right after the backward before their own, so each transfer has
+    the time of a forward. A microbatch comes back before the next one leaves, so the partner never
+    holds more than the excess.
     """
     limit = _limit(size)
-    return timeline([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
+    return timeline_from_rows([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
 
 
 def _parked_rank(rank: int, size: Size, limit: int) -> list[Op]:
@@ -173,7 +176,7 @@ def _least(size: Size) -> int:
     return max(-(-both // 2) for both in pairs)
 
 
-def _too_little(size: Size) -> Problem | None:
+def _too_little(size: Size) -> SizeProblem | None:
     least = _least(size)
     if _limit(size) >= least:
         return None
@@ -182,16 +185,16 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _parked_idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W), as in 1F1B: transfers of activations overlap with computing."""
-    return flushed(size)
+    """(p-1) (F + I + W), as in 1F1B: activations are sent during the computation."""
+    return flush_bubble(size)
 
 
 def _parked_peak(size: Size) -> Fraction:
-    """min(p, m, limit), counting on each rank what it holds for its partner."""
+    """min(p, m, limit) on each rank, with the activations that it holds for its partner."""
     return Fraction(min(size.ranks, size.micro, _limit(size)))
 
 
-PARKED = (
+PARTNER_ORDERS = (
     Order(
         "BPipe",
         "Kim et al., BPipe, 2023 (ICML); limit as in Huang et al. 2024 (2401.02088)",
@@ -209,16 +212,17 @@ NAMES = {BACKWARD: Kind.B, AGAIN: Kind.RECOMPUTE, FORWARD: Kind.F}
 
 
 def _varuna(size: Size) -> Timeline:
-    """The static table that Varuna makes before it trains, by simulating unit slots.
+    """The static table that Varuna makes before training, slot by slot.
 
-    The paper (§3) says: activations are recomputed; a backward follows its recomputation at once,
-    since two recomputed microbatches would not fit; the last rank recomputes nothing, its backward
-    follows its forward; started microbatches go back before new forwards begin. Its published
-    generator makes this exact, and is followed here: forward and recomputation take a slot, a
-    backward two; a rank runs the oldest of the most urgent kind in the order above; a gradient is
-    sent after the first half of the backward, and starts the recomputation of the rank that
-    receives it. While training Varuna departs from its table when a gradient is late (opportunistic
-    scheduling); a timeline is fixed, so that part is left out.
+    The paper (§3) has these rules. Activations are recomputed. A backward follows its recomputation
+    at once, since two recomputed microbatches would not fit. The last rank recomputes nothing: its
+    backward follows its forward. Backwards of forwarded microbatches come before new forwards. The
+    details are those of the published generator. A forward and a recomputation take one slot, a
+    backward takes two. A rank runs the oldest operation of the most urgent kind: backward before
+    recomputation before forward. A gradient is sent after the first half of the backward, and
+    starts the recomputation on the rank that receives it. In training, Varuna departs from its
+    table when a gradient is late (opportunistic scheduling). A timeline is fixed, so that part
+    is left out.
     """
     ranks, last = size.ranks, size.ranks - 1
     queues: list[list[deque[int]]] = [[deque() for _ in range(4)] for _ in range(ranks)]
@@ -242,7 +246,7 @@ def _varuna(size: Size) -> Timeline:
                 queues[rank][REST].append(microbatch)
                 if rank:
                     queues[rank - 1][AGAIN].append(microbatch)
-    return timeline(rows)
+    return timeline_from_rows(rows)
 
 
 def _take(queues: list[deque[int]]) -> tuple[int, int]:
@@ -253,7 +257,7 @@ def _take(queues: list[deque[int]]) -> tuple[int, int]:
     return FORWARD, -1
 
 
-RECOMPUTED = (
+RECOMPUTED_ORDERS = (
     Order(
         "Varuna",
         "Athlur et al., Varuna, 2022 (2111.04007), §3; github.com/microsoft/varuna",
@@ -271,7 +275,7 @@ RECOMPUTED = (
 STALENESS = frozenset({"staleness"})
 
 # (rows, updates made before each, microbatches of an update) -> version that each row reads
-Read = Callable[[Timeline, Ints, int], Ints]
+VersionRule = Callable[[Timeline, Ints, int], Ints]
 
 
 def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:
@@ -293,12 +297,12 @@ def _at_hand(rows: Timeline, at_hand: Ints, every: int) -> Ints:
     return at_hand
 
 
-def _updating(size: Size, apart: int, read: Read, every: int) -> Timeline:
+def _updating(size: Size, apart: int, read: VersionRule, every: int) -> Timeline:
     """F and B in turn, after `apart` forwards for each rank behind; updates inside the step.
 
     An update comes after the last backward that it sums.
     """
-    t = in_turns(size, lambda rank: apart * (size.ranks - 1 - rank))
+    t = one_f_one_b(size, lambda rank: apart * (size.ranks - 1 - rank))
     back = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
     at_hand = ((back.cumsum(1) - back) // every).ravel()
     t = replace(t, version=read(t, at_hand, every).astype(np.int32))
@@ -317,16 +321,16 @@ def _update_size(size: Size) -> int:
 
 
 def _pipedream(size: Size) -> Timeline:
-    """1F1B without a flush between updates: on rank r weights are p - 1 - r updates old."""
+    """1F1B without a flush between updates: on rank r, the weights are p - 1 - r updates old."""
     return _updating(size, 1, _stashed, size.every or 1)
 
 
 def _double_buffered(size: Size) -> Timeline:
-    """1F1B; every update reads the weights one update old, so that two versions suffice."""
+    """1F1B; every update reads weights that are one update old, so two versions are enough."""
     return _updating(size, 1, _one_late, _update_size(size))
 
 
-def _too_few(size: Size) -> Problem | None:
+def _too_few(size: Size) -> SizeProblem | None:
     """Two versions suffice where an update sums p - 1 microbatches or more; the paper says p."""
     every = _update_size(size)
     if every >= min(size.ranks, size.micro):
@@ -339,21 +343,21 @@ def _too_few(size: Size) -> Problem | None:
 
 
 def _pipemare(size: Size) -> Timeline:
-    """Microbatches 2 (p-1-r) apart on rank r; F and B read the weights as they come."""
+    """F runs 2 (p-1-r) microbatches ahead of B on rank r; both read the newest weights."""
     return _updating(size, 2, _at_hand, _update_size(size))
 
 
 def _pipelined(size: Size) -> Timeline:
-    """PipeMare with an update after every microbatch: F on rank r is 2 (p-1-r) updates old."""
+    """PipeMare with an update after every microbatch; F on rank r is 2 (p-1-r) updates late."""
     return _updating(size, 2, _at_hand, size.every or 1)
 
 
 def _idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W): filled and drained once a step, however many updates it holds."""
-    return flushed(size)
+    """(p-1) (F + I + W): the pipeline fills and drains once a step, not once an update."""
+    return flush_bubble(size)
 
 
-STALE = (
+STALE_ORDERS = (
     Order(
         "PipeDream",
         "Harlap et al. 2018 (1806.03377); Narayanan et al., SOSP 2019, §3.3: weight stashing",

@@ -10,8 +10,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedlang.pipeline.cost import UNIT_COST, Cost
-from schedlang.pipeline.timeline.table import COLUMNS, Column, Kind, Timeline, chain
+from schedlang.pipeline.cost import DEFAULT_COST, Cost
+from schedlang.pipeline.timeline.table import COLUMNS, Column, Kind, Timeline, chain_edges
 
 
 class OrderError(ValueError):
@@ -42,23 +42,23 @@ class Size:
     micro: int
     chunks: int = 1
     slices: int = 1
-    cost: Cost = UNIT_COST
+    cost: Cost = DEFAULT_COST
     memory: Fraction | None = None
     every: int | None = None
     barrier: bool = True
 
 
-Problem = tuple[str, str]  # why a size is not legal, and legal sizes
+SizeProblem = tuple[str, str]  # why a size is not legal, and legal sizes
 
 
-def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
+def exact_times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
     """Return F, I and W of one microbatch on one rank, exact."""
     return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
 
 
-def flushed(size: Size) -> Fraction:
+def flush_bubble(size: Size) -> Fraction:
     """(p-1) (F + I + W)."""
-    return (size.ranks - 1) * sum(times(size), Fraction(0))
+    return (size.ranks - 1) * sum(exact_times(size), Fraction(0))
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Order:
     source: str
     make: Callable[[Size], Timeline]
     aliases: tuple[str, ...] = ()
-    problem: Callable[[Size], Problem | None] = lambda size: None
+    problem: Callable[[Size], SizeProblem | None] = lambda size: None
     chunks: tuple[int, ...] | None = (1,)
     default_chunks: int = 1
-    alone: bool = False
+    allows_one_stage: bool = False
     searched: bool = False
     bubble: Callable[[Size], Fraction | None] | None = None
     peak: Callable[[Size], Fraction] | None = None
@@ -109,7 +109,7 @@ Ints = NDArray[np.int64]
 Row = tuple[Column, Ints]  # kinds of one rank's operations, and their units
 
 
-def laid(rows: Iterable[Row], micro: int) -> Timeline:
+def timeline_of_units(rows: Iterable[Row], micro: int) -> Timeline:
     """Build a timeline from each rank's kinds and units (stage * micro + microbatch), in order."""
     kinds, units = zip(*rows)
     rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
@@ -117,15 +117,17 @@ def laid(rows: Iterable[Row], micro: int) -> Timeline:
     return _timeline(len(kinds), rank, np.concatenate(kinds), stage, microbatch)
 
 
-def in_turns(size: Size, warmup: Callable[[int], int]) -> Timeline:
+def one_f_one_b(size: Size, warmup: Callable[[int], int]) -> Timeline:
     """Build one stage on each rank: `warmup` forwards of its rank, then F and B in turn, as in
     1F1B."""
     units = np.arange(size.micro)
     rows = (units + rank * size.micro for rank in range(size.ranks))
-    return laid((merge(row, row, warmup(rank)) for rank, row in enumerate(rows)), size.micro)
+    return timeline_of_units(
+        (merge_backwards(row, row, warmup(rank)) for rank, row in enumerate(rows)), size.micro
+    )
 
 
-def by_slot(
+def timeline_by_slot(
     ranks: int,
     slot: ArrayLike,
     rank: ArrayLike,
@@ -159,11 +161,11 @@ def _timeline(
     them."""
     none = np.zeros(len(rank), np.int32)
     given = np.broadcast_arrays(rank, kind, stage, replica, microbatch, part, none, none - 1)
-    edges = chain(int(stage.max(initial=-1)) + 1)
+    edges = chain_edges(int(stage.max(initial=-1)) + 1)
     return Timeline(**dict(zip(COLUMNS, given)), ranks=ranks, edges=edges)
 
 
-def merge(forward: Ints, backward: Ints, warmup: int) -> Row:
+def merge_backwards(forward: Ints, backward: Ints, warmup: int) -> Row:
     """Return `warmup` forwards, then one F and one B in turn, then the other backwards."""
     total = len(forward)
     k, warmup = np.arange(total), min(warmup, total)
@@ -175,7 +177,7 @@ def merge(forward: Ints, backward: Ints, warmup: int) -> Row:
     return kind, unit
 
 
-def weave(forward: Ints, backward: Ints, warmup: int, lag: int) -> Row:
+def merge_split_backwards(forward: Ints, backward: Ints, warmup: int, lag: int) -> Row:
     """Return `warmup` forwards, then F and I in turn; W comes right after the `lag`-th later I.
 
     An operation without a partner runs alone; the remaining weight gradients come last.

@@ -11,18 +11,18 @@ from math import gcd
 from typing import NamedTuple
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.list_scheduling import Chain, F, I, W, filled
-from schedlang.pipeline.schedules.looped import home
-from schedlang.pipeline.schedules.registry import Order, OrderError, Size, in_turns
-from schedlang.pipeline.timeline.memory import peak
-from schedlang.pipeline.timeline.proof import check
-from schedlang.pipeline.timeline.simulation import timing, weights
+from schedlang.pipeline.schedules.list_scheduling import F, I, StageChain, W, fill_gaps
+from schedlang.pipeline.schedules.looped import zigzag_rank
+from schedlang.pipeline.schedules.registry import Order, OrderError, Size, one_f_one_b
+from schedlang.pipeline.timeline.memory import peak_activations
+from schedlang.pipeline.timeline.proof import check_timeline
+from schedlang.pipeline.timeline.simulation import relative_weights, simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
 # -- repeating patterns ----------------------------------------------------------------------------
 
 
-OPTIONS = 4  # starts that are tried for each operation
+MAX_STARTS = 4  # starts that are tried for each operation
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Repetend:
         """Return the start of an operation, if every microbatch follows one period later."""
         return self.starts[kind][stage] + microbatch * self.period
 
-    def rows(self, chain: Chain, micro: int) -> list[list[int]]:
+    def rows(self, chain: StageChain, micro: int) -> list[list[int]]:
         """Return the jobs of every rank, in the order of their starts."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(chain.ranks)]
         for kind in range(len(self.starts)):
@@ -67,7 +67,9 @@ class _Draft(NamedTuple):
     taken: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def repetends(chain: Chain, period: int, limit: float | None, width: int) -> list[Repetend]:
+def find_repetends(
+    chain: StageChain, period: int, limit: float | None, width: int
+) -> list[Repetend]:
     """Find patterns with this period, the shortest microbatch first, by beam search of this
     `width`.
 
@@ -86,7 +88,9 @@ def repetends(chain: Chain, period: int, limit: float | None, width: int) -> lis
     return [_finished(chain, period, draft) for draft in beam]
 
 
-def _place(chain: Chain, period: int, draft: _Draft, kind: int, stage: int) -> Iterator[_Draft]:
+def _place(
+    chain: StageChain, period: int, draft: _Draft, kind: int, stage: int
+) -> Iterator[_Draft]:
     """Yield the draft with one operation more, and with the W of its rank where that was the
     last."""
     rank = chain.homes[stage]
@@ -95,7 +99,7 @@ def _place(chain: Chain, period: int, draft: _Draft, kind: int, stage: int) -> I
     if 0 <= before < chain.stages and chain.homes[before] != rank:
         ready += int(chain.comm)
     length = int(chain.times[kind][stage])
-    for start in _gaps(draft.taken[rank], ready, length, period)[:OPTIONS]:
+    for start in _gaps(draft.taken[rank], ready, length, period)[:MAX_STARTS]:
         taken = list(draft.taken)
         taken[rank] = (*taken[rank], (start % period, length))
         starts = (*draft.starts, (kind, stage, start))
@@ -113,7 +117,7 @@ def _place(chain: Chain, period: int, draft: _Draft, kind: int, stage: int) -> I
             yield new
 
 
-def _weights(chain: Chain, period: int, draft: _Draft, rank: int) -> _Draft | None:
+def _weights(chain: StageChain, period: int, draft: _Draft, rank: int) -> _Draft | None:
     """Add the weight gradients of a rank, each as early as it fits; None: one does not."""
     starts, held, taken = list(draft.starts), list(draft.held), list(draft.taken)
     for kind, stage, start in draft.starts:
@@ -151,17 +155,17 @@ def _gaps(taken: tuple[tuple[int, int], ...], ready: int, length: int, period: i
     )
 
 
-def _finished(chain: Chain, period: int, draft: _Draft) -> Repetend:
+def _finished(chain: StageChain, period: int, draft: _Draft) -> Repetend:
     starts = [[0] * chain.stages for _ in chain.times]
     for kind, stage, start in draft.starts:
         starts[kind][stage] = start
     return Repetend(period, tuple(tuple(row) for row in starts))
 
 
-FINEST = 120  # maximal ticks of the longest rank in a period: finer costs are rounded
+MAX_TICKS = 120  # maximal ticks of the longest rank in a period: finer costs are rounded
 
 
-def named(one: Order, size: Size) -> Iterator[Timeline]:
+def known_timelines(one: Order, size: Size) -> Iterator[Timeline]:
     """Yield a known order at these sizes, as prescribed and under the limit, where it has them."""
     plain = one.replicas == 1 and not one.relaxed and not one.sliced
     fits = one.chunks is None or size.chunks in one.chunks
@@ -177,22 +181,26 @@ def named(one: Order, size: Size) -> Iterator[Timeline]:
                 yield t
 
 
-def chains_of(size: Size) -> Iterator[Chain]:
+def stage_chains(size: Size) -> Iterator[StageChain]:
     """Yield the stages in a loop and in a zig-zag, with split and with full backwards, in units."""
     stages, cost = size.ranks * size.chunks, size.cost
     placements = {
         tuple(stage % size.ranks for stage in range(stages)),
-        tuple(home(stage, size.ranks) for stage in range(stages)),
+        tuple(zigzag_rank(stage, size.ranks) for stage in range(stages)),
     }
     one = [Fraction(1, size.chunks)] * stages
-    takes = one if cost.shares is None else weights(cost.shares, stages, "stages") / size.chunks
+    takes = (
+        one
+        if cost.shares is None
+        else relative_weights(cost.shares, stages, "stages") / size.chunks
+    )
     given = cost.shares if cost.held is None else cost.held
-    holds = one if given is None else weights(given, stages, "stages") / size.chunks
+    holds = one if given is None else relative_weights(given, stages, "stages") / size.chunks
     split = (cost.f, cost.i, cost.w), (1, cost.kept - 1, -cost.kept)
     whole = (cost.f, cost.i + cost.w), (1, -1)
     for homes in sorted(placements):
         for times, gains in (split, whole):
-            yield Chain(
+            yield StageChain(
                 size.ranks,
                 homes,
                 tuple(tuple(time * part for part in takes) for time in times),
@@ -201,17 +209,17 @@ def chains_of(size: Size) -> Iterator[Chain]:
             )
 
 
-def warmups(size: Size) -> Iterator[Timeline]:
+def warmup_timelines(size: Size) -> Iterator[Timeline]:
     """Yield 1F1B with as much of one or two warm-ups as memory allows; for one stage per rank."""
     if size.chunks > 1:
         return
     room = size.micro if size.memory is None else min(size.micro, int(size.memory))
     for times in (1, 2) if room else ():
         most = [min(times * (size.ranks - 1 - rank), room - 1) for rank in range(size.ranks)]
-        yield in_turns(size, most.__getitem__)
+        yield one_f_one_b(size, most.__getitem__)
 
 
-def greedy(chain: Chain, size: Size) -> Iterator[Timeline | None]:
+def list_schedules(chain: StageChain, size: Size) -> Iterator[Timeline | None]:
     """Yield list schedules by several urgencies and numbers of microbatches in flight."""
     most = size.micro if size.memory is None else min(size.micro, int(size.memory))
     if size.chunks == 1 and size.memory is not None:
@@ -219,20 +227,20 @@ def greedy(chain: Chain, size: Size) -> Iterator[Timeline | None]:
     else:
         p = size.ranks
         flights = list(sorted({min(most, n) for n in (p, p + p // 2, 2 * p, most)}))
-    for urgency in (oldest(size), _deepest(size), _level(size)):
+    for urgency in (oldest_first(size), _deepest(size), _level(size)):
         for flight in flights:
             if flight is None or flight >= 1:
-                yield chain.listed(size.micro, urgency, in_flight=flight, limit=size.memory)
+                yield chain.list_schedule(size.micro, urgency, in_flight=flight, limit=size.memory)
 
 
-def oldest(size: Size) -> Callable[[int, int, int], Number]:
+def oldest_first(size: Size) -> Callable[[int, int, int], Number]:
     """Backwards first, then forwards, weight gradients when nothing else is ready; oldest first."""
     turn = {I: 0, F: size.micro, W: 2 * size.micro}
     return lambda kind, stage, microbatch: turn[kind] + microbatch
 
 
 def _deepest(size: Size) -> Callable[[int, int, int], Number]:
-    """Order as in `oldest`, but of the forwards the one that has come farthest."""
+    """Order as in `oldest_first`, but of the forwards the one that has come farthest."""
     stages = size.ranks * size.chunks
     turn = {I: 0, F: size.micro * (stages + 1), W: 2 * size.micro * (stages + 1)}
     return lambda kind, stage, microbatch: (
@@ -245,7 +253,7 @@ def _level(size: Size) -> Callable[[int, int, int], Number]:
     return lambda kind, stage, microbatch: 3 * microbatch + (I, F, W).index(kind)
 
 
-def in_ticks(chain: Chain) -> tuple[Chain, Fraction]:
+def chain_in_ticks(chain: StageChain) -> tuple[StageChain, Fraction]:
     """Return the chain in whole ticks, and the length of a tick; finer costs than FINEST are
     rounded."""
     times = [[Fraction(time) for time in row] for row in chain.times]
@@ -256,13 +264,13 @@ def in_ticks(chain: Chain) -> tuple[Chain, Fraction]:
     whole = 1
     for number in (*(time for row in times for time in row), Fraction(chain.comm)):
         whole = whole * number.denominator // gcd(whole, number.denominator)
-    scale = Fraction(whole) if longest * whole <= FINEST else Fraction(FINEST) / longest
+    scale = Fraction(whole) if longest * whole <= MAX_TICKS else Fraction(MAX_TICKS) / longest
     rounded = tuple(tuple(max(round(t * scale), int(t > 0)) for t in row) for row in times)
     comm = -(-Fraction(chain.comm) * scale // 1)
     return replace(chain, times=rounded, comm=int(comm)), 1 / scale
 
 
-def periods(chain: Chain) -> Iterator[int]:
+def candidate_periods(chain: StageChain) -> Iterator[int]:
     """Yield periods to try: from the work of the busiest rank to one microbatch at a time."""
     work = [0] * chain.ranks
     for row in chain.times:
@@ -277,7 +285,7 @@ def periods(chain: Chain) -> Iterator[int]:
     yield longest
 
 
-def bound_of(chain: Chain, size: Size) -> Number:
+def lower_bound(chain: StageChain, size: Size) -> Number:
     """Return a lower bound for all orders of this chain: a rank's work after the forwards before
     it."""
     bounds: list[Number] = []
@@ -293,12 +301,12 @@ def bound_of(chain: Chain, size: Size) -> Number:
     return max(bounds)
 
 
-EFFORT = 150_000  # maximal operations of all candidates together
-OVERHEAD = 300  # operations that each candidate counts additionally
-WIDEST = 64  # maximal beam of the search for repetends
+MAX_OPERATIONS = 150_000  # maximal operations of all candidates together
+CANDIDATE_OVERHEAD = 300  # operations that each candidate counts additionally
+MAX_BEAM = 64  # maximal beam of the search for repetends
 
 
-class Best:
+class BestTimeline:
     """The best timeline so far among candidates that fit the memory, and the smallest peak of all.
 
     `bound`: no order is faster, so that the search may stop there.
@@ -309,7 +317,7 @@ class Best:
     least: Number | None = None  # the smallest peak of all candidates
 
     def __init__(self, size: Size, bound: Number) -> None:
-        self.size, self.bound, self.left = size, bound, EFFORT
+        self.size, self.bound, self.left = size, bound, MAX_OPERATIONS
 
     @property
     def proven(self) -> bool:
@@ -325,12 +333,12 @@ class Best:
         """Accept a candidate if it fits and is faster than the best."""
         if t is None:
             return
-        self.left -= len(t) + OVERHEAD
-        held = max(peak(t, self.size.cost))
+        self.left -= len(t) + CANDIDATE_OVERHEAD
+        held = max(peak_activations(t, self.size.cost))
         self.least = held if self.least is None else min(self.least, held)
         if self.size.memory is not None and held > self.size.memory:
             return
-        times = timing(t, self.size.cost)
+        times = simulate_timeline(t, self.size.cost)
         time: Number = times.makespan if self.size.barrier else times.rank_span
         if self.time is None or time < self.time:
             self.found, self.time = t, time
@@ -344,7 +352,7 @@ class Best:
                 f"{float(self.size.memory or 0):g} microbatches of a rank's share",
                 f"memory={hundredths / 100:g}",
             )
-        check(self.found)
+        check_timeline(self.found)
         return self.found
 
 
@@ -353,8 +361,8 @@ class _Search:
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self.chains = list(chains_of(size))
-        self.best = Best(size, min(bound_of(chain, size) for chain in self.chains))
+        self.chains = list(stage_chains(size))
+        self.best = BestTimeline(size, min(lower_bound(chain, size) for chain in self.chains))
 
     def offer(self, t: Timeline | None) -> None:
         """Offer a candidate as it is, and with its weight gradients moved into its gaps."""
@@ -365,39 +373,41 @@ class _Search:
             if len(chain.times) == 3 and chain.homes == tuple(t.stage_rank.tolist()):
                 self._fill(chain, t)
 
-    def _fill(self, chain: Chain, t: Timeline) -> None:
+    def _fill(self, chain: StageChain, t: Timeline) -> None:
         for whole_gaps in (True, False):
             if not self.best.done:
-                self.best.offer(filled(chain, t, self.size.memory, whole_gaps=whole_gaps))
+                self.best.offer(fill_gaps(chain, t, self.size.memory, whole_gaps=whole_gaps))
 
     def simple(self, known: tuple[Order, ...]) -> None:
         """Offer known orders, and list schedules; one with the smallest memory is always among
         them."""
-        for t in warmups(self.size):
+        for t in warmup_timelines(self.size):
             self.offer(t)
         for one in known:
-            for t in named(one, self.size) if not self.best.proven else ():
+            for t in known_timelines(one, self.size) if not self.best.proven else ():
                 self.offer(t)
         for chain in self.chains:
             if not self.best.proven:
-                self.best.offer(chain.listed(self.size.micro, oldest(self.size), in_flight=1))
+                self.best.offer(
+                    chain.list_schedule(self.size.micro, oldest_first(self.size), in_flight=1)
+                )
         for chain in self.chains:
-            for made in greedy(chain, self.size):
+            for made in list_schedules(chain, self.size):
                 if self.best.done:
                     return
                 self.offer(made)
 
-    def patterns(self, chain: Chain, effort: int) -> None:
+    def patterns(self, chain: StageChain, effort: int) -> None:
         """Offer orders made of repetends, the shortest period first."""
         size, stop = self.size, self.best.left - effort
-        small, tick = in_ticks(chain)
-        width = min(WIDEST, max(2, 4096 // chain.stages**2))
+        small, tick = chain_in_ticks(chain)
+        width = min(MAX_BEAM, max(2, 4096 // chain.stages**2))
         limit = None if size.memory is None else float(size.memory)
         seen: set[tuple[tuple[int, ...], ...]] = set()
-        for period in periods(small):
+        for period in candidate_periods(small):
             if self.best.time is not None and (size.micro - 1) * period * tick >= self.best.time:
                 return
-            for pattern in repetends(small, period, limit, width):
+            for pattern in find_repetends(small, period, limit, width):
                 if self.best.done or self.best.left <= stop:
                     return
                 rows = pattern.rows(chain, size.micro)
@@ -405,10 +415,12 @@ class _Search:
                 if key not in seen:
                     seen.add(key)
                     self.offer(chain.timeline(rows, size.micro))
-                    self.best.offer(chain.listed(size.micro, pattern.start, limit=size.memory))
+                    self.best.offer(
+                        chain.list_schedule(size.micro, pattern.start, limit=size.memory)
+                    )
 
 
-def searched(size: Size, known: tuple[Order, ...]) -> Timeline:
+def search_order(size: Size, known: tuple[Order, ...]) -> Timeline:
     """Find the fastest order that holds at most `size.memory` activations on any rank.
 
     Candidates are the `known` orders of these sizes, list schedules with full and with split
@@ -427,19 +439,19 @@ def searched(size: Size, known: tuple[Order, ...]) -> Timeline:
     return search.best.answer()
 
 
-def search(known: tuple[Order, ...]) -> Order:
+def search_as_order(known: tuple[Order, ...]) -> Order:
     """Return the order `search`, which compares its candidates with the `known` orders."""
 
     @lru_cache(maxsize=16)
     def remembered(size: Size) -> Timeline:
-        return searched(size, known)
+        return search_order(size, known)
 
     def make(size: Size) -> Timeline:
-        """The best of all orders that fit, of list schedules and of repeating patterns."""
+        """The best of all orders, list schedules and repeating patterns that fit in memory."""
         try:
             hash(size)
         except TypeError:  # costs that are lists
-            return searched(size, known)
+            return search_order(size, known)
         return remembered(size)
 
     return Order(

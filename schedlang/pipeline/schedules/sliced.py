@@ -14,18 +14,18 @@ from schedlang.pipeline.schedules.registry import (
     Ints,
     Order,
     Size,
-    by_slot,
-    flushed,
-    merge,
+    flush_bubble,
+    merge_backwards,
+    timeline_by_slot,
 )
 from schedlang.pipeline.timeline.table import Timeline
 
 
 def _seq1f1b(size: Size) -> Timeline:
-    """One forward and one backward of a slice in turn, after p - r - 2 + k forwards on rank r.
+    """Rank r runs p - r - 2 + k forwards of slices, then one forward and one backward in turn.
 
-    The first backward is that of the last slice of its microbatch, so k - 1 more are in flight
-    than in 1F1B.
+    The first backward is that of the last slice of its microbatch, so k - 1 more slices are in
+    flight than in 1F1B.
     """
     warmup = [size.ranks - rank - 2 + size.slices for rank in range(size.ranks)]
     micro, part = np.divmod(np.arange(size.micro * size.slices), size.slices)
@@ -43,21 +43,21 @@ def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
     """Build rows of units (microbatch * slices + slice) that are equal on all ranks but for the
     warm-up."""
     forward = np.arange(len(backward))
-    rows = [merge(forward, backward, first) for first in warmup]
+    rows = [merge_backwards(forward, backward, first) for first in warmup]
     kind = np.stack([kinds for kinds, _ in rows])
     microbatch, part = np.divmod(np.stack([units for _, units in rows]), size.slices)
     rank = np.arange(size.ranks)[:, None]
     turn = np.arange(kind.shape[1])
-    return by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
+    return timeline_by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
 
 
 def _idle(size: Size) -> Fraction:
     """(p-1) (F + B) / k with B = I + W, for slices of equal cost."""
-    return flushed(size) / size.slices
+    return flush_bubble(size) / size.slices
 
 
 def _seq_peak(size: Size) -> Fraction:
-    """min(p - 1 + k, m k) slices on rank 0, of 1/k each."""
+    """min(p - 1 + k, m k) slices on rank 0, each 1/k of a microbatch."""
     most = min(size.ranks - 1 + size.slices, size.micro * size.slices)
     return Fraction(most, size.slices)
 

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.pipeline.cost import UNIT_COST, Cost
-from schedlang.pipeline.timeline.simulation import Ticks, exact_ticks, number, timing, weights
-from schedlang.pipeline.timeline.table import TRANSFERS, Kind, Places, Rows, Timeline
+from schedlang.pipeline.cost import DEFAULT_COST, Cost
+from schedlang.pipeline.timeline.simulation import (
+    Ticks,
+    exact_number,
+    exact_ticks,
+    relative_weights,
+    simulate_timeline,
+)
+from schedlang.pipeline.timeline.table import TRANSFER_KINDS, Kind, RowIndex, Rows, Timeline
 
 AWAY, BACK = (Kind.EVICT, Kind.OFFLOAD, Kind.GIVE), (Kind.LOAD, Kind.RELOAD, Kind.HOLD)
 
 
-def peak(timeline: Timeline, cost: Cost = UNIT_COST) -> NDArray[Any]:
+def peak_activations(timeline: Timeline, cost: Cost = DEFAULT_COST) -> NDArray[Any]:
     """Return the most that each rank holds, in M_B: one microbatch's activations on one rank's
     share.
 
@@ -24,7 +30,7 @@ def peak(timeline: Timeline, cost: Cost = UNIT_COST) -> NDArray[Any]:
     frees them, or the input gradient all but `cost.kept` and the weight gradient the rest. Moved
     activations count on the rank that holds them, those on the host on none. Exact where costs are.
     """
-    t = parked(timeline)
+    t = with_partner_rows(timeline)
     steps, tick = _steps(t, cost)
     tops = _tops(t, steps)
     if tick is None:
@@ -38,23 +44,25 @@ def peak_live(timeline: Timeline) -> NDArray[np.int64]:
     A forward makes one, the full backward or the weight gradient frees it; moved ones count on the
     rank that holds them, those on the host on none.
     """
-    t = parked(timeline)
+    t = with_partner_rows(timeline)
     made = np.isin(t.kind, (Kind.F, *BACK)).astype(np.int64)
     return _tops(t, made - np.isin(t.kind, (Kind.B, Kind.W, *AWAY)))
 
 
-def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, Fraction | None]:
+def held_after_rows(
+    timeline: Timeline, cost: Cost = DEFAULT_COST
+) -> tuple[Timeline, Ticks, Fraction | None]:
     """Return what each rank holds after each row, in ticks; the timeline includes HOLD and GIVE."""
-    t = parked(timeline)
+    t = with_partner_rows(timeline)
     steps, tick = _steps(t, cost)
     total = np.cumsum(steps)
     before = np.where(t.starts[:-1] > 0, total[t.starts[:-1] - 1], 0)
     return t, total - before[t.rank], tick
 
 
-def parked(timeline: Timeline) -> Timeline:
+def with_partner_rows(timeline: Timeline) -> Timeline:
     """Drop sends and receives, and add the partner's HOLD and GIVE."""
-    added = np.isin(timeline.kind, TRANSFERS)
+    added = np.isin(timeline.kind, TRANSFER_KINDS)
     return with_holds(timeline.pick(~added) if added.any() else timeline)
 
 
@@ -62,10 +70,10 @@ def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
     """Return the change that each row makes to what its rank holds."""
     one = np.array([Fraction(1)], dtype=object)
     given = cost.shares if cost.held is None else cost.held
-    stage = one if given is None else weights(given, t.stages, "stages")
-    part = one if cost.slices is None else weights(cost.slices, t.slices, "slices")
+    stage = one if given is None else relative_weights(given, t.stages, "stages")
+    part = one if cost.slices is None else relative_weights(cost.slices, t.slices, "slices")
     share = stage[:, None] * part * Fraction(t.ranks, max(1, t.stages) * max(1, t.slices))
-    kept, inputs = number(cost.kept), number(cost.inputs)
+    kept, inputs = exact_number(cost.kept), exact_number(cost.inputs)
     change = {Kind.F: 1, Kind.B: -1, Kind.I: kept - 1, Kind.W: -kept}
     change |= dict.fromkeys(AWAY, -1) | dict.fromkeys(BACK, 1)
     again = _recomputed_rows(t)
@@ -82,7 +90,7 @@ def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
 
 
 def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
-    numbers = [[number(change.get(kind, 0)) for kind in Kind] for change in changes]
+    numbers = [[exact_number(change.get(kind, 0)) for kind in Kind] for change in changes]
     return np.asarray(np.array(numbers, dtype=object)[:, :, None, None] * share)
 
 
@@ -90,7 +98,7 @@ def _recomputed_rows(t: Timeline) -> NDArray[np.bool_] | None:
     """Return the rows whose activations are recomputed, None where there are none."""
     if not (t.kind == Kind.RECOMPUTE).any():
         return None
-    table = Places(t)
+    table = RowIndex(t)
     found: NDArray[np.bool_] = table.rows_of(Kind.RECOMPUTE)[table.where] >= 0
     return found
 
@@ -111,7 +119,7 @@ def _tops(t: Timeline, steps: Ticks) -> Ticks:
 # -- activations on a partner ----------------------------------------------------------------------
 
 
-ANSWER = {Kind.EVICT: Kind.HOLD, Kind.LOAD: Kind.GIVE}
+PARTNER_KIND = {Kind.EVICT: Kind.HOLD, Kind.LOAD: Kind.GIVE}
 
 
 def with_holds(timeline: Timeline) -> Timeline:
@@ -122,8 +130,8 @@ def with_holds(timeline: Timeline) -> Timeline:
     timeline that has these rows already is returned unchanged.
     """
     t = timeline
-    rows = np.flatnonzero(np.isin(t.kind, list(ANSWER)))
-    if not len(rows) or np.isin(t.kind, list(ANSWER.values())).any():
+    rows = np.flatnonzero(np.isin(t.kind, list(PARTNER_KIND)))
+    if not len(rows) or np.isin(t.kind, list(PARTNER_KIND.values())).any():
         return t
     turn = _turns(t)
     span = int(turn.max()) + 3
@@ -139,9 +147,9 @@ def with_holds(timeline: Timeline) -> Timeline:
 def _turns(t: Timeline) -> Rows:
     """Return the position of each row in one order of all rows, in steps of four; transfers follow
     the row before."""
-    own = np.flatnonzero(~np.isin(t.kind, TRANSFERS))
+    own = np.flatnonzero(~np.isin(t.kind, TRANSFER_KINDS))
     bare = t.pick(own)
-    start = timing(bare).start.copy()
+    start = simulate_timeline(bare).start.copy()
     for low, high in zip(bare.starts[:-1], bare.starts[1:]):
         # copies may begin before earlier rows do
         start[low:high] = np.maximum.accumulate(start[low:high])
@@ -154,7 +162,7 @@ def _turns(t: Timeline) -> Rows:
     return found
 
 
-def with_parks(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
+def with_evictions(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
     """Add EVICT after forwards of some stages, and LOAD before their backwards.
 
     `ahead`: stage -> how many operations of its rank before the backward the LOAD comes. The
@@ -175,7 +183,7 @@ def with_parks(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
 def _pairs(t: Timeline, ahead: Mapping[int, int]) -> tuple[Rows, Rows]:
     """Return the forwards whose activations are evicted, and the rows before which they are
     loaded."""
-    table = Places(t)
+    table = RowIndex(t)
     forward, backward = table.rows_of(Kind.F), table.rows_of(Kind.B, Kind.I)
     there = (forward >= 0) & (backward >= 0)
     gone, used = forward[there], backward[there]

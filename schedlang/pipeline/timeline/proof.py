@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.pipeline.cost import UNIT_COST, Cost, Number
-from schedlang.pipeline.timeline.memory import held, with_holds
+from schedlang.pipeline.cost import DEFAULT_COST, Cost, Number
+from schedlang.pipeline.timeline.memory import held_after_rows, with_holds
 from schedlang.pipeline.timeline.sharded_weights import check_shards
-from schedlang.pipeline.timeline.simulation import Clock, Needs, never_ends
+from schedlang.pipeline.timeline.simulation import Dependencies, Simulator, describe_deadlock
 from schedlang.pipeline.timeline.table import (
-    ASIDE,
-    AWAY,
-    BACKWARD,
-    GROUPS,
-    TRANSFERS,
+    BACKWARD_KINDS,
+    COMPUTE_GROUPS,
+    MEMORY_GROUPS,
+    PARTNER_KINDS,
+    TRANSFER_KINDS,
     Kind,
-    Places,
+    RowIndex,
     Rows,
     Timeline,
     TimelineError,
-    barriers,
+    barrier_waits,
     dependencies,
-    describe,
+    describe_row,
 )
 from schedlang.pipeline.timeline.versions import check_versions, weight_copies
 
@@ -78,11 +78,11 @@ def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
 
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
-PARKED = (Kind.EVICT, Kind.HOLD, Kind.GIVE, Kind.LOAD)  # send, receive, send, receive
+EVICTION_KINDS = (Kind.EVICT, Kind.HOLD, Kind.GIVE, Kind.LOAD)  # send, receive, send, receive
 
 
 @dataclass(frozen=True)
-class Messages:
+class MatchedMessages:
     """Rows of each message: its send, its receive, and the row that waits for it.
 
     Evicted activations are sent by EVICT and received by HOLD, which waits for them; GIVE sends
@@ -106,14 +106,14 @@ class Messages:
         return found
 
 
-def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
+def match_messages(t: Timeline, made: Rows, used: Rows) -> MatchedMessages | None:
     """Match the messages of a timeline with transfers; None for one without.
 
     `made` and `used`: rows of the timeline that depend on each other, on different ranks. Raises
     TimelineError for a message that is missing, double, useless, too early, too late or out of
     order: per pair of ranks and direction receives are in the order of the sends.
     """
-    if not np.isin(t.kind, (*TRANSFERS, *AWAY)).any():
+    if not np.isin(t.kind, (*TRANSFER_KINDS, *PARTNER_KINDS)).any():
         return None
     wanted = _key(t, made, t.kind[made] != Kind.F, t.stage[made], t.stage[used])
     order = np.argsort(wanted, kind="stable")
@@ -131,7 +131,7 @@ def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
     parts = [(send, receive, used), *_parked(t)]
     for part in parts:  # evicted activations have channels of their own, in both directions
         _check_message_order(t, *part[:2])
-    return Messages(*(np.concatenate(rows) for rows in zip(*parts)))
+    return MatchedMessages(*(np.concatenate(rows) for rows in zip(*parts)))
 
 
 def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
@@ -153,7 +153,7 @@ def _sorted_unique(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
     rows, keys = rows[order], keys[order]
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
-        raise TimelineError(f"{describe(t, rows[twice[0] + 1])} is there twice")
+        raise TimelineError(f"{describe_row(t, rows[twice[0] + 1])} is there twice")
     return rows, keys
 
 
@@ -166,46 +166,49 @@ def _check_wanted(
     missing = np.flatnonzero(~np.isin(wanted, keys))
     title = "sends and receives do not match"
     if len(missing):
-        end = describe(t, ends[missing[0]])
+        end = describe_row(t, ends[missing[0]])
         text = f"nothing sends what {end} makes" if outgoing else f"nothing receives for {end}"
         raise TimelineError(f"{title}: {text}")
     more = rows[np.flatnonzero(~np.isin(keys, wanted))[0]]
-    raise TimelineError(f"{title}: {describe(t, more)} belongs to no operation of another rank")
+    raise TimelineError(f"{title}: {describe_row(t, more)} belongs to no operation of another rank")
 
 
 def _check_in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> None:
     for first, then, why in ((made, send, "sends what {} makes"), (receive, used, "waits for {}")):
         wrong = np.flatnonzero((first > then) | (t.rank[first] != t.rank[then]))
         if len(wrong):
-            a, b = describe(t, first[wrong[0]]), describe(t, then[wrong[0]])
+            a, b = describe_row(t, first[wrong[0]]), describe_row(t, then[wrong[0]])
             raise TimelineError(f"{b} {why.format(a)}, which stands later or on another rank")
 
 
 def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
-    """Return the messages of evicted activations, as the fields of `Messages`: there, and back."""
+    """Return the messages of evicted activations, as the fields of `MatchedMessages`: there, and
+    back."""
     ends, keys = [], []
-    for kind in PARKED:
+    for kind in EVICTION_KINDS:
         rows = np.flatnonzero(t.kind == kind)
         rows, key = _sorted_unique(t, rows, _key(t, rows, rows < 0, t.stage[rows], t.stage[rows]))
         ends.append(rows)
         keys.append(key)
-    for k, kind in enumerate(PARKED):
+    for k, kind in enumerate(EVICTION_KINDS):
         for rows, mine in zip(ends, keys):
             unmatched = np.flatnonzero(~np.isin(mine, keys[k]))
             if len(unmatched):
-                raise TimelineError(f"{describe(t, rows[unmatched[0]])} waits for a {kind.name}")
+                raise TimelineError(
+                    f"{describe_row(t, rows[unmatched[0]])} waits for a {kind.name}"
+                )
     evict, hold, give, load = ends
     for mine, other in ((evict, hold), (hold, evict), (give, load), (load, give)):
         wrong = np.flatnonzero(t.peer[mine] != t.rank[other])
         if len(wrong):
-            a, b = describe(t, mine[wrong[0]]), describe(t, other[wrong[0]])
+            a, b = describe_row(t, mine[wrong[0]]), describe_row(t, other[wrong[0]])
             raise TimelineError(f"{a} does not name the rank of {b}")
     early = np.flatnonzero(give < hold)
     if len(early):
-        a, b = describe(t, give[early[0]]), describe(t, hold[early[0]])
+        a, b = describe_row(t, give[early[0]]), describe_row(t, hold[early[0]])
         raise TimelineError(f"{a} waits for {b}, which stands later")
-    table = Places(t)
-    needed = table.rows_of(*BACKWARD)[tuple(column[load] for column in table.where)]
+    table = RowIndex(t)
+    needed = table.rows_of(*BACKWARD_KINDS)[tuple(column[load] for column in table.where)]
     return (evict, hold, hold), (give, load, needed)
 
 
@@ -218,8 +221,8 @@ def _check_message_order(t: Timeline, send: Rows, receive: Rows) -> None:
     if len(wrong):
         k = int(wrong[0])
         raise TimelineError(
-            f"sends and receives do not match: {describe(t, send[k])} comes before "
-            f"{describe(t, send[k + 1])}, {describe(t, receive[k])} after its receive"
+            f"sends and receives do not match: {describe_row(t, send[k])} comes before "
+            f"{describe_row(t, send[k + 1])}, {describe_row(t, receive[k])} after its receive"
         )
 
 
@@ -240,7 +243,7 @@ def check_queues(timeline: Timeline, *, one_way: bool = True) -> None:
     t = timeline
     made, used = dependencies(t)
     apart = t.rank[made] != t.rank[used]
-    matched = messages(t, made[apart], used[apart])
+    matched = match_messages(t, made[apart], used[apart])
     if matched is None:
         return
     posts: dict[int, list[tuple[int, Lane]]] = defaultdict(list)
@@ -306,7 +309,7 @@ class _Run:
         row = self.at[rank]
         message = next(k for k in self.needs[row] if k not in self.done)
         ends = {r: lane for r, some in self.posts.items() for k, lane in some if k == message}
-        text = f"messages block each other: {describe(self.t, row)} waits"
+        text = f"messages block each other: {describe_row(self.t, row)} waits"
         lane = next(iter(ends.values()))
         for end in lane[1:]:
             queue = self.queues[lane, end]
@@ -316,17 +319,19 @@ class _Run:
                     for r, some in self.posts.items()
                     if (queue[0], lane) in some and self.t.rank[r] == end
                 )
-                text += f", and on rank {end} {describe(self.t, first)} stands before its message"
+                text += (
+                    f", and on rank {end} {describe_row(self.t, first)} stands before its message"
+                )
         return text
 
 
-def check(
+def check_timeline(
     timeline: Timeline,
     *,
     complete: bool = True,
     rendezvous: bool = False,
     memory: Number | None = None,
-    cost: Cost = UNIT_COST,
+    cost: Cost = DEFAULT_COST,
     versions: int | None = None,
 ) -> None:
     """Raise TimelineError unless every operation occurs once, in a possible order, and the order
@@ -347,8 +352,8 @@ def check(
     if any(int(c.min(initial=0)) < 0 for c in (t.stage, t.replica, t.microbatch, t.slice)):
         raise TimelineError("stages, replicas, microbatches and slices are counted from 0")
     _check_ranks(t)
-    table = Places(t)
-    forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
+    table = RowIndex(t)
+    forward, backward, weight = (table.rows_of(*kinds) for kinds in COMPUTE_GROUPS)
     _check_complete(table, forward, backward, weight, complete)
     _check_inputs(table, forward, backward, weight)
     check_versions(t)
@@ -356,7 +361,7 @@ def check(
     check_shards(t)
     made, used = dependencies(t)
     apart = t.rank[made] != t.rank[used]
-    matched = messages(t, made[apart], used[apart])
+    matched = match_messages(t, made[apart], used[apart])
     _check_ends(t, made, used, apart, matched, rendezvous)
     if memory is not None:
         _check_memory(t, memory, cost)
@@ -364,19 +369,22 @@ def check(
 
 def _check_ranks(t: Timeline) -> None:
     """Check that all rows of a stage of a replica are on one rank."""
-    own = np.flatnonzero((t.homes[t.replica, t.stage] != t.rank) & ~np.isin(t.kind, AWAY))
+    own = np.flatnonzero(
+        (t.replica_ranks[t.replica, t.stage] != t.rank) & ~np.isin(t.kind, PARTNER_KINDS)
+    )
     own = own[t.kind[own] != Kind.BARRIER]
     if len(own):
         row = int(own[0])
-        home = int(t.homes[t.replica[row], t.stage[row]])
+        home = int(t.replica_ranks[t.replica[row], t.stage[row]])
         raise TimelineError(
-            f"{describe(t, row)} is not with the other operations of its stage, which are on rank "
+            f"{describe_row(t, row)} is not with the other operations of its stage,"
+            " which are on rank "
             f"{home}: all must be on the same rank"
         )
 
 
 def _check_complete(
-    table: Places, forward: Rows, backward: Rows, weight: Rows, complete: bool
+    table: RowIndex, forward: Rows, backward: Rows, weight: Rows, complete: bool
 ) -> None:
     """Check that every operation occurs once, each microbatch on one replica."""
     through: Any = (forward >= 0).any(axis=(1, 3)) | (backward >= 0).any(axis=(1, 3))
@@ -400,15 +408,15 @@ def _check_complete(
         raise TimelineError(f"{which} has an input gradient without a weight gradient, or reverse")
 
 
-def _check_inputs(table: Places, forward: Rows, backward: Rows, weight: Rows) -> None:
+def _check_inputs(table: RowIndex, forward: Rows, backward: Rows, weight: Rows) -> None:
     """Check that a rank's own inputs come before the rows that need them."""
     _check_before(table, forward, backward, "F before B")
     _check_before(table, backward, weight, "I before W")
     _check_before(table, forward[..., :-1], forward[..., 1:], "slices forward in order")
     _check_before(table, backward[..., 1:], backward[..., :-1], "slices backward in reverse order")
     there = set(np.flatnonzero(np.bincount(table.t.kind, minlength=len(Kind))).tolist())
-    rows = {kind: table.rows_of(kind) for kinds in ASIDE for kind in kinds if kind in there}
-    for first, then in (kinds for kinds in ASIDE if len(kinds) == 2):
+    rows = {kind: table.rows_of(kind) for kinds in MEMORY_GROUPS for kind in kinds if kind in there}
+    for first, then in (kinds for kinds in MEMORY_GROUPS if len(kinds) == 2):
         if first in rows or then in rows:
             gone, back = (rows.get(k, np.full(table.shape, -1)) for k in (first, then))
             _check_returns(table, gone, back, first, then)
@@ -416,7 +424,7 @@ def _check_inputs(table: Places, forward: Rows, backward: Rows, weight: Rows) ->
         for name, other in (("forward", forward), ("backward", backward)):
             alone = (mine >= 0) & (other < 0)
             if alone.any():
-                row = describe(table.t, int(mine[alone].ravel()[0]))
+                row = describe_row(table.t, int(mine[alone].ravel()[0]))
                 raise TimelineError(f"{row} belongs to a {name} that is not there")
         _check_before(table, forward, mine, f"F before {kind.name}")
         _check_before(table, mine, backward, f"{kind.name} before B")
@@ -428,16 +436,16 @@ def _check_inputs(table: Places, forward: Rows, backward: Rows, weight: Rows) ->
                 )
 
 
-def _check_before(table: Places, first: Rows, then: Rows, what: str) -> None:
+def _check_before(table: RowIndex, first: Rows, then: Rows, what: str) -> None:
     """Check that, where both exist, the first comes before the second."""
     wrong = (first >= 0) & (then >= 0) & (first > then)
     if wrong.any():
         k = int(np.argmax(wrong))
-        a, b = describe(table.t, int(first.flat[k])), describe(table.t, int(then.flat[k]))
+        a, b = describe_row(table.t, int(first.flat[k])), describe_row(table.t, int(then.flat[k]))
         raise TimelineError(f"{b} waits for {a}, which stands later: {what}, on the same rank")
 
 
-def _check_returns(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
+def _check_returns(table: RowIndex, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
     """Check that evicted or offloaded activations return later, from the same partner."""
     t = table.t
     lone = (gone >= 0) != (back >= 0)
@@ -445,7 +453,7 @@ def _check_returns(table: Places, gone: Rows, back: Rows, first: Kind, then: Kin
         k = int(np.argmax(lone))
         row = max(int(gone.flat[k]), int(back.flat[k]))
         other = then if gone.flat[k] >= 0 else first
-        raise TimelineError(f"{describe(t, row)} has no {other.name}")
+        raise TimelineError(f"{describe_row(t, row)} has no {other.name}")
     _check_before(table, gone, back, f"{first.name} before {then.name}")
     if first is not Kind.EVICT:
         return
@@ -455,11 +463,18 @@ def _check_returns(table: Places, gone: Rows, back: Rows, first: Kind, then: Kin
         strange |= t.peer[rows] != t.peer[evict]
         if strange.any():
             row = int(rows[np.argmax(strange)])
-            raise TimelineError(f"{describe(t, row)} names no partner, or another one than EVICT")
+            raise TimelineError(
+                f"{describe_row(t, row)} names no partner, or another one than EVICT"
+            )
 
 
 def _check_ends(
-    t: Timeline, made: Rows, used: Rows, apart: Rows, matched: Messages | None, rendezvous: bool
+    t: Timeline,
+    made: Rows,
+    used: Rows,
+    apart: Rows,
+    matched: MatchedMessages | None,
+    rendezvous: bool,
 ) -> None:
     """Check that every rank reaches its end: no operations wait for each other in a circle."""
     pairs = [(made[~apart], used[~apart])]
@@ -468,14 +483,16 @@ def _check_ends(
     else:
         pairs += matched.waits(rendezvous)
     if (t.kind == Kind.BARRIER).any():
-        pairs += barriers(t, np.zeros(len(t), dtype=bool))
+        pairs += barrier_waits(t, np.zeros(len(t), dtype=bool))
     first, then = (np.concatenate(rows) for rows in zip(*pairs))
     live = (t.rank[first] != t.rank[then]) | (first > then)
     first, then = first[live].astype(np.int64), then[live]
     nothing = np.zeros(len(t), dtype=np.int64)
-    clock = Clock(t.starts, nothing, Needs.of(len(t), first, then, nothing[: len(first)]))
+    clock = Simulator(
+        t.starts, nothing, Dependencies.of(len(t), first, then, nothing[: len(first)])
+    )
     if waits_for := clock.run():
-        raise TimelineError("the order never ends: " + never_ends(t, waits_for))
+        raise TimelineError("the order never ends: " + describe_deadlock(t, waits_for))
 
 
 def _check_kept(t: Timeline, versions: int | None) -> None:
@@ -491,12 +508,12 @@ def _check_kept(t: Timeline, versions: int | None) -> None:
 
 def _check_memory(t: Timeline, memory: Number, cost: Cost) -> None:
     """Check that no rank ever holds more than the limit."""
-    rows, ticks, tick = held(t, cost)
+    rows, ticks, tick = held_after_rows(t, cost)
     unit = 1.0 if tick is None else tick
     most = int(ticks.argmax()) if len(ticks) else 0
     if len(ticks) and ticks[most] * unit > memory + (1e-9 if tick is None else 0):
         over = int(np.argmax(ticks * float(unit) > float(memory) + 1e-9))
         raise TimelineError(
-            f"{describe(rows, over)} makes its rank hold {float(ticks[over] * unit):g} "
+            f"{describe_row(rows, over)} makes its rank hold {float(ticks[over] * unit):g} "
             f"microbatches' activations, and the limit is {float(memory):g}"
         )

@@ -11,7 +11,7 @@ from schedlang.pipeline.timeline.table import (
     Rows,
     Timeline,
     TimelineError,
-    describe,
+    describe_row,
     latest_before,
 )
 
@@ -25,7 +25,7 @@ BEFORE, SELF, REDUCED, AFTER, PLACE = range(5)
 
 
 @dataclass(frozen=True)
-class Runs:
+class StageRuns:
     """Runs of forwards, or of backwards, of one stage on its rank: first and last row of each."""
 
     first: Rows
@@ -33,7 +33,7 @@ class Runs:
     backward: Rows
 
 
-def runs(t: Timeline) -> Runs:
+def find_runs(t: Timeline) -> StageRuns:
     """Find the runs of stages whose weights stay gathered from the first row of a run to its last.
 
     These are stages of ranks with several stages, if every run of the stage has at least two
@@ -46,7 +46,7 @@ def runs(t: Timeline) -> Runs:
     back = (t.kind[rows] != Kind.F).astype(np.int64)
     starts = np.flatnonzero(np.diff(stage * 2 + back, prepend=-1))
     if not len(starts):
-        return Runs(starts, starts, starts)
+        return StageRuns(starts, starts, starts)
     ends = np.append(starts[1:], len(rows)) - 1
     several = np.add.reduceat((t.kind[rows] != Kind.RECOMPUTE).astype(np.int64), starts) > 1
     halves = t.rank.astype(np.int64) * t.stages + t.stage
@@ -54,7 +54,7 @@ def runs(t: Timeline) -> Runs:
     shared = there[np.bincount(there // t.stages)[there // t.stages] > 1]
     out = np.union1d(stage[starts[~several]], halves[t.kind == Kind.W])
     held = np.isin(stage[starts], np.setdiff1d(shared, out))
-    return Runs(rows[starts[held]], rows[ends[held]], back[starts[held]])
+    return StageRuns(rows[starts[held]], rows[ends[held]], back[starts[held]])
 
 
 def with_gathers(t: Timeline) -> Timeline:
@@ -62,7 +62,7 @@ def with_gathers(t: Timeline) -> Timeline:
 
     Gradients are reduced once a run of backwards. Other stages get no rows.
     """
-    found = runs(t)
+    found = find_runs(t)
     if not len(found.first):
         return t
     added = (
@@ -79,7 +79,7 @@ def with_gathers(t: Timeline) -> Timeline:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # kinds that read the weights
+WEIGHT_KINDS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # kinds that read the weights
 
 
 def check_shards(t: Timeline) -> None:
@@ -93,15 +93,19 @@ def check_shards(t: Timeline) -> None:
         return
     key = t.rank.astype(np.int64) * t.stages + t.stage
     gathered = np.flatnonzero(np.isin(t.kind, (Kind.UNSHARD, Kind.RESHARD)))
-    users = np.flatnonzero(np.isin(t.kind, USERS) & np.isin(key, key[t.kind == Kind.UNSHARD]))
+    users = np.flatnonzero(
+        np.isin(t.kind, WEIGHT_KINDS) & np.isin(key, key[t.kind == Kind.UNSHARD])
+    )
     latest = latest_before(key, gathered, users)
     wrong = np.flatnonzero((latest < 0) | (t.kind[latest] != Kind.UNSHARD))
     if len(wrong):
-        raise TimelineError(f"{describe(t, int(users[wrong[0]]))} waits for an UNSHARD before it")
+        raise TimelineError(
+            f"{describe_row(t, int(users[wrong[0]]))} waits for an UNSHARD before it"
+        )
     reduces = np.flatnonzero(t.kind == Kind.REDUCE)
     rows = np.flatnonzero(np.isin(t.kind, (Kind.B, Kind.W)) & np.isin(key, key[reduces]))
     last = np.full(t.ranks * t.stages, -1, dtype=np.int64)
     np.maximum.at(last, key[reduces], reduces)
     lost = np.flatnonzero(rows > last[key[rows]])
     if len(lost):
-        raise TimelineError(f"{describe(t, int(rows[lost[0]]))} has no REDUCE after it")
+        raise TimelineError(f"{describe_row(t, int(rows[lost[0]]))} has no REDUCE after it")

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from schedlang.pipeline.cost import Cost, Number
 from schedlang.pipeline.timeline.table import (
-    UNIT,
+    UNIT_TIMES,
     Kind,
     Rows,
     Timeline,
     TimelineError,
-    barriers,
+    barrier_waits,
     dependencies,
-    describe,
+    describe_row,
 )
 
 # -- the clock -------------------------------------------------------------------------------------
@@ -30,12 +30,17 @@ from schedlang.pipeline.timeline.table import (
 
 Ticks = NDArray[Any]  # float64, int64, or objects where whole numbers are too large for int64
 
-MANY_RANKS = 32  # from this many ranks rounds over all ranks are quicker than one row at a time
-WINDOW, POOR = 256, 12  # rounds measured, and rows per round below which single rows are quicker
+MIN_RANKS_FOR_ROUNDS = (
+    32  # from this many ranks rounds over all ranks are quicker than one row at a time
+)
+WINDOW, MIN_ROWS_PER_ROUND = (
+    256,
+    12,
+)  # rounds measured, and rows per round below which single rows are quicker
 
 
 @dataclass(frozen=True)
-class Needs:
+class Dependencies:
     """The rows that must have ended before each row, and how long after their end it may start.
 
     Those of row r are `made[first[r]:first[r + 1]]`, with `lag` likewise.
@@ -46,15 +51,15 @@ class Needs:
     lag: Ticks
 
     @staticmethod
-    def of(count: int, made: Rows, used: Rows, lag: Ticks) -> Needs:
+    def of(count: int, made: Rows, used: Rows, lag: Ticks) -> Dependencies:
         """Sort pairs of rows by the row that needs the other."""
         order = np.argsort(used, kind="stable")
         first = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(np.bincount(used, minlength=count), out=first[1:])
-        return Needs(first, made[order], lag[order])
+        return Dependencies(first, made[order], lag[order])
 
 
-class Clock:
+class Simulator:
     """State of a simulation: the current row of each rank, when it is free, which rows have ended.
 
     `copies` marks rows that run on a rank's copy stream, one after the other, overlapped with
@@ -62,7 +67,11 @@ class Clock:
     """
 
     def __init__(
-        self, starts: Rows, duration: Ticks, needs: Needs, copies: NDArray[np.bool_] | None = None
+        self,
+        starts: Rows,
+        duration: Ticks,
+        needs: Dependencies,
+        copies: NDArray[np.bool_] | None = None,
     ) -> None:
         self.duration, self.needs, self.copies = duration, needs, copies
         self.at, self.stop = starts[:-1].copy(), starts[1:].copy()
@@ -76,7 +85,7 @@ class Clock:
         """Run to the end, or until no rank advances; return each stuck row with the row it waits
         for."""
         exact = self.duration.dtype == object
-        if len(self.at) < MANY_RANKS or exact or not self._rounds():
+        if len(self.at) < MIN_RANKS_FOR_ROUNDS or exact or not self._rounds():
             self._steps()
         stuck = np.flatnonzero(self.at < self.stop)
         return {int(self.at[r]): int(self.needs.made[self.cursor[r]]) for r in stuck}
@@ -94,7 +103,7 @@ class Clock:
             if (self.at[moved] == self.stop[moved]).any():
                 active = active[self.at[active] < self.stop[active]]
             if rounds % WINDOW == 0:
-                if ran < WINDOW * POOR:
+                if ran < WINDOW * MIN_ROWS_PER_ROUND:
                     return False
                 ran = 0
         return True
@@ -181,7 +190,7 @@ class Clock:
 
 
 Costs = Cost | Mapping[Kind, Number] | NDArray[Any] | Sequence[Number]
-LARGEST = 2**62
+MAX_TICK = 2**62
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ class Durations:
     tick: Fraction | None
 
 
-def durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows) -> Durations:
+def row_durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows) -> Durations:
     """Return the costs of rows, and of the transfers (made, used) between ranks.
 
     `transfer` is the time of a transfer where `cost` is not a `Cost`, which has its own.
@@ -220,12 +229,12 @@ def durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows
     return Durations(rows[row_at], found, tick)
 
 
-def weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
+def relative_weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
     """Normalise relative weights to a mean of one, exact where they are given exactly."""
     if len(given) != count:
         raise ValueError(f"{len(given)} weights of {what}, and there are {count}")
-    total = sum(number(x) for x in given)
-    return np.array([number(x) * count / total for x in given], dtype=object)
+    total = sum(exact_number(x) for x in given)
+    return np.array([exact_number(x) * count / total for x in given], dtype=object)
 
 
 _ONE = np.array([Fraction(1)], dtype=object)
@@ -240,7 +249,7 @@ def _row_costs(t: Timeline, cost: Cost) -> NDArray[Any]:
         Kind.I: cost.i,
         Kind.W: cost.w,
         Kind.RECOMPUTE: again,
-        Kind.B: number(cost.i) + number(cost.w),
+        Kind.B: exact_number(cost.i) + exact_number(cost.w),
         Kind.EVICT: cost.evict,
         Kind.LOAD: cost.load,
         Kind.OFFLOAD: cost.offload,
@@ -252,28 +261,28 @@ def _row_costs(t: Timeline, cost: Cost) -> NDArray[Any]:
         Kind.REDUCE: cost.reduce,
         Kind.STEP: cost.step,
     }
-    stage = _ONE if cost.shares is None else weights(cost.shares, t.stages, "stages")
+    stage = _ONE if cost.shares is None else relative_weights(cost.shares, t.stages, "stages")
     stage = stage * Fraction(t.ranks, max(1, t.stages))
-    part = _ONE if cost.slices is None else weights(cost.slices, t.slices, "slices")
+    part = _ONE if cost.slices is None else relative_weights(cost.slices, t.slices, "slices")
     part = part / max(1, t.slices)
     table = _column(sliced) * stage[:, None] * part + _column(whole) * stage[:, None]
-    table[Kind.BARRIER] = number(cost.barrier)
+    table[Kind.BARRIER] = exact_number(cost.barrier)
     return np.asarray(table)
 
 
 def _column(costs: Mapping[Kind, Number]) -> NDArray[Any]:
-    numbers = [number(costs.get(kind, 0)) for kind in Kind]
+    numbers = [exact_number(costs.get(kind, 0)) for kind in Kind]
     return np.array(numbers, dtype=object)[:, None, None]
 
 
 def _lags(t: Timeline, cost: Cost) -> NDArray[Any]:
     """Return lags [from stage, to stage, slice], of size one where all are equal."""
-    part = weights(cost.slices, t.slices, "slices") if cost.slices is not None else _ONE
-    table = np.full((1, 1, 1), number(cost.comm), dtype=object)
+    part = relative_weights(cost.slices, t.slices, "slices") if cost.slices is not None else _ONE
+    table = np.full((1, 1, 1), exact_number(cost.comm), dtype=object)
     if cost.between is not None:
-        table = np.full((t.stages, t.stages, 1), number(cost.comm), dtype=object)
+        table = np.full((t.stages, t.stages, 1), exact_number(cost.comm), dtype=object)
         for (source, target), value in cost.between.items():
-            table[source, target] = table[target, source] = number(value)
+            table[source, target] = table[target, source] = exact_number(value)
     return table * (part / max(1, t.slices))
 
 
@@ -282,7 +291,7 @@ def _index(shape: tuple[int, ...], *columns: Any) -> tuple[Any, ...]:
     return tuple(c if size > 1 else 0 for size, c in zip(shape, columns))
 
 
-def number(value: Number) -> Number:
+def exact_number(value: Number) -> Number:
     """Convert to an exact number: Python's own types, integers as fractions."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -293,7 +302,7 @@ def _array(values: Any) -> NDArray[Any]:
     found = np.asarray(values)
     if found.dtype == np.float64:
         return found
-    return np.array([number(x) for x in values], dtype=object)
+    return np.array([exact_number(x) for x in values], dtype=object)
 
 
 def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None]:
@@ -306,7 +315,9 @@ def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None
     scale = math.lcm(*{x.denominator for x in table.ravel()})
     whole = np.array([int(x * scale) for x in table.ravel()], dtype=object).reshape(table.shape)
     largest = max((abs(x) for x in whole.ravel()), default=0)
-    return whole.astype(np.int64 if largest * (count + 1) < LARGEST else object), Fraction(1, scale)
+    return whole.astype(np.int64 if largest * (count + 1) < MAX_TICK else object), Fraction(
+        1, scale
+    )
 
 
 # -- timings ---------------------------------------------------------------------------------------
@@ -315,7 +326,7 @@ def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None
 Floats = NDArray[np.float64]
 
 # kinds on a rank's copy stream, overlapped with its computing, one after the other
-COPIES = (
+COPY_KINDS = (
     Kind.OFFLOAD,
     Kind.RELOAD,
     Kind.EVICT,
@@ -367,7 +378,7 @@ class Timing:
         """Time at work, per rank; copies that overlap with work do not count."""
         t = self.timeline
         took = self.ends - self.begins
-        took[np.isin(t.kind, COPIES)] = 0
+        took[np.isin(t.kind, COPY_KINDS)] = 0
         found = np.zeros(t.ranks, dtype=took.dtype)
         low = t.starts[:-1][self._full]
         if len(low):
@@ -419,7 +430,9 @@ class Timing:
         return np.array([int(x) * self.tick for x in ticks.tolist()], dtype=object)
 
 
-def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
+def simulate_timeline(
+    timeline: Timeline, cost: Costs = UNIT_TIMES, transfer: Number = 0.0
+) -> Timing:
     """Time every compute operation: each rank in its order, as early as its inputs arrive.
 
     `cost`: a `Cost`, of which chunks and slices have their shares; or time per kind, the same for
@@ -428,31 +441,31 @@ def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Ti
     """
     t = timeline.compute()
     made, used = dependencies(t)
-    took = durations(t, cost, transfer, made, used)
+    took = row_durations(t, cost, transfer, made, used)
     if min(took.rows.min(initial=0), took.lags.min(initial=0)) < 0:
         raise ValueError("costs are times: none below zero")
-    copies = np.isin(t.kind, COPIES)
+    copies = np.isin(t.kind, COPY_KINDS)
     apart = t.rank[made] != t.rank[used]
     sent, sending = _sent(t, made[apart], took.lags[apart])
     live = apart | (made > used) | copies[made]  # other inputs are earlier rows of the rank
     pairs = made[live], used[live], took.lags[live]
-    clock = Clock(
+    clock = Simulator(
         t.starts, took.rows, _needs(t, copies, took.rows, *pairs), copies if copies.any() else None
     )
     if waits := clock.run():
-        raise TimelineError("the order never ends: " + never_ends(t, waits))
+        raise TimelineError("the order never ends: " + describe_deadlock(t, waits))
     return Timing(t, clock.start, clock.end, took.tick, sent, sending)
 
 
 def _needs(
     t: Timeline, copies: NDArray[np.bool_], took: Ticks, made: Rows, used: Rows, lags: Ticks
-) -> Needs:
+) -> Dependencies:
     """Return the dependencies of every row, including those of barriers."""
     if not (t.kind == Kind.BARRIER).any():
-        return Needs.of(len(t), made, used, lags)
-    (before, waits), (first, others) = barriers(t, copies)
+        return Dependencies.of(len(t), made, used, lags)
+    (before, waits), (first, others) = barrier_waits(t, copies)
     none = np.zeros(len(before), dtype=lags.dtype)
-    return Needs.of(
+    return Dependencies.of(
         len(t),
         np.concatenate([made, before, first]),
         np.concatenate([used, waits, others]),
@@ -469,7 +482,7 @@ def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
     return np.bincount(np.concatenate([t.rank[made], away, home]), minlength=t.ranks), sending
 
 
-def never_ends(t: Timeline, waits: dict[int, int]) -> str:
+def describe_deadlock(t: Timeline, waits: dict[int, int]) -> str:
     """Describe a circle of rows that wait for each other; keys of `waits` are the stuck rows."""
     at = {int(t.rank[row]): row for row in waits}
     rank, seen = next(iter(at)), list[int]()
@@ -477,5 +490,7 @@ def never_ends(t: Timeline, waits: dict[int, int]) -> str:
         seen.append(rank)
         rank = int(t.rank[waits[at[rank]]])
     circle = seen[seen.index(rank) :] if rank in seen else seen
-    pairs = [f"{describe(t, at[r])} waits for {describe(t, waits[at[r]])}" for r in circle[:6]]
+    pairs = [
+        f"{describe_row(t, at[r])} waits for {describe_row(t, waits[at[r]])}" for r in circle[:6]
+    ]
     return "; ".join(pairs + (["and so on"] if len(circle) > 6 else []))

@@ -46,10 +46,10 @@ class Kind(IntEnum):
     BARRIER = 19
 
 
-TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
-AWAY = (Kind.HOLD, Kind.GIVE)  # operations for a stage of another rank
+TRANSFER_KINDS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+PARTNER_KINDS = (Kind.HOLD, Kind.GIVE)  # operations for a stage of another rank
 # one unit is the forward of one stage; a full backward costs two (Narayanan et al. 2021, §2.2)
-UNIT: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
+UNIT_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
 
 
 class TimelineError(ValueError):
@@ -77,7 +77,7 @@ class Op(NamedTuple):
         return f"{name}~{self.peer}" if self.peer >= 0 else name
 
 
-def chain(stages: int) -> tuple[Edge, ...]:
+def chain_edges(stages: int) -> tuple[Edge, ...]:
     """Return the transfers of a plain pipeline: every stage sends to the next."""
     return tuple((s, s + 1) for s in range(stages - 1))
 
@@ -155,17 +155,17 @@ class Timeline:
         return bool((self.kind == Kind.STEP).any() or self.version.any())
 
     @cached_property
-    def homes(self) -> Column:
+    def replica_ranks(self) -> Column:
         """[replica, stage]: the rank that runs it, -1 where it has no rows."""
         found = np.full((self.replicas, self.stages), -1, dtype=np.int32)
-        own = ~np.isin(self.kind, (*AWAY, Kind.BARRIER))
+        own = ~np.isin(self.kind, (*PARTNER_KINDS, Kind.BARRIER))
         found[self.replica[own], self.stage[own]] = self.rank[own]
         return found
 
     @property
     def stage_rank(self) -> Column:
         """The rank of every stage of replica 0."""
-        first: Column = self.homes[0]
+        first: Column = self.replica_ranks[0]
         return first
 
     def rows(self, rank: int) -> tuple[Op, ...]:
@@ -184,7 +184,7 @@ class Timeline:
     def compute(self) -> Timeline:
         """Return the timeline without the rows that `with_transfers` adds: sends, receives, HOLD,
         GIVE."""
-        added = np.isin(self.kind, (*TRANSFERS, *AWAY))
+        added = np.isin(self.kind, (*TRANSFER_KINDS, *PARTNER_KINDS))
         return self.pick(~added) if added.any() else self
 
     def with_edges(self, edges: Iterable[Edge]) -> Timeline:
@@ -258,7 +258,9 @@ def _shorten(words: list[str], width: int | None) -> str:
     return f"{head} .. {tail}"
 
 
-def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) -> Timeline:
+def timeline_from_rows(
+    rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None
+) -> Timeline:
     """Build a timeline from one list of operations per rank; `edges` default to a chain of
     stages."""
     flat = [(rank, *op) for rank, ops in enumerate(rows) for op in ops]
@@ -275,15 +277,15 @@ def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) 
         version,
         peer,
         ranks=len(rows),
-        edges=chain(stages) if edges is None else tuple(sorted(set(edges))),
+        edges=chain_edges(stages) if edges is None else tuple(sorted(set(edges))),
     )
 
 
 # the order of a plan without a pipeline row: a forward, then its backward
-ONE = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
+SINGLE_STAGE = timeline_from_rows([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
 
 
-def halved(timeline: Timeline) -> Timeline:
+def split_backwards(timeline: Timeline) -> Timeline:
     """Replace every B by I and W; gradients are sent after the I."""
     whole = timeline.kind == Kind.B
     first = replace(timeline, kind=np.where(whole, Kind.I, timeline.kind))
@@ -294,14 +296,14 @@ def halved(timeline: Timeline) -> Timeline:
 # -- dependencies: the rows that must have ended before each operation -----------------------------
 
 
-GROUPS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
-BACKWARD = GROUPS[1]
-WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
+COMPUTE_GROUPS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
+BACKWARD_KINDS = COMPUTE_GROUPS[1]
+COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 # kinds that must come between a forward and its backward, in this order, where they exist
-ASIDE = ((Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD), (Kind.RECOMPUTE,))
+MEMORY_GROUPS = ((Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD), (Kind.RECOMPUTE,))
 
 
-class Places:
+class RowIndex:
     """Finds the row of an operation: arrays [replica, stage, microbatch, slice] of row numbers."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -319,7 +321,7 @@ class Places:
         twice = found[place] != rows
         if twice.any():
             row = int(rows[np.argmax(twice)])
-            raise TimelineError(f"{describe(self.t, row)} is there twice")
+            raise TimelineError(f"{describe_row(self.t, row)} is there twice")
         return found
 
     def name(self, flat: Any) -> str:
@@ -336,8 +338,8 @@ def dependencies(timeline: Timeline) -> tuple[Rows, Rows]:
     Pairs on different ranks are the transfers. Slices of one stage and microbatch go forward in
     order, because they pass on keys and values, and backward in reverse.
     """
-    table = Places(timeline)
-    forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
+    table = RowIndex(timeline)
+    forward, backward, weight = (table.rows_of(*kinds) for kinds in COMPUTE_GROUPS)
     source = np.array([s for s, _ in timeline.edges], dtype=np.int64)
     target = np.array([d for _, d in timeline.edges], dtype=np.int64)
     inside = (source < table.shape[1]) & (target < table.shape[1])
@@ -351,12 +353,12 @@ def dependencies(timeline: Timeline) -> tuple[Rows, Rows]:
     if table.shape[3] > 1:
         pairs += [(forward[..., :-1], forward[..., 1:]), (backward[..., 1:], backward[..., :-1])]
     there = set(np.flatnonzero(np.bincount(timeline.kind, minlength=len(Kind))).tolist())
-    for kinds in ASIDE:
+    for kinds in MEMORY_GROUPS:
         steps = [forward, *(table.rows_of(k) for k in kinds if k in there), backward]
         pairs += list(zip(steps[:-1], steps[1:])) if len(steps) > 2 else []
     found = [_both(a, b) for a, b in pairs]
     if there & {Kind.UNSHARD, Kind.REDUCE}:
-        found += [_latest(timeline, (Kind.UNSHARD,), WORK)]
+        found += [_latest(timeline, (Kind.UNSHARD,), COMPUTE_KINDS)]
         found += [_latest(timeline, (Kind.REDUCE,), (Kind.STEP,))]
     return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
 
@@ -386,7 +388,7 @@ def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
     return np.where(same, found % width, -1)
 
 
-def barriers(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, Rows]]:
+def barrier_waits(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, Rows]]:
     """Return the waits of barriers: pairs (before, barrier of the first rank), and (that one,
     others).
 
@@ -400,7 +402,7 @@ def barriers(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, R
         few, many = int(count.argmin()), int(count.argmax())
         raise TimelineError(
             f"rank {few} has {count[few]} barriers and rank {many} has {count[many]}: "
-            f"{describe(t, int(rows[t.rank[rows] == many][count[few]]))} waits for rank {few}"
+            f"{describe_row(t, int(rows[t.rank[rows] == many][count[few]]))} waits for rank {few}"
         )
     table = rows.reshape(t.ranks, -1)
     before, waits = [], []
@@ -416,13 +418,13 @@ def barriers(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, R
     return (np.concatenate(before), np.concatenate(waits)), (first.ravel(), table[1:].ravel())
 
 
-def describe(timeline: Timeline, row: int) -> str:
+def describe_row(timeline: Timeline, row: int) -> str:
     """Describe an operation, for messages."""
     op = timeline.pick(np.array([row]))
     kind = Kind(int(op.kind[0])).name
     text = f"{kind} of stage {op.stage[0]}, microbatch {op.microbatch[0]}"
     text += f", slice {op.slice[0]}" if timeline.slices > 1 else ""
     text += f", replica {op.replica[0]}" if timeline.replicas > 1 else ""
-    if int(op.kind[0]) in TRANSFERS:
+    if int(op.kind[0]) in TRANSFER_KINDS:
         text += f", {'to' if kind.startswith('SEND') else 'from'} stage {op.peer[0]}"
     return f"{text} (rank {op.rank[0]})"

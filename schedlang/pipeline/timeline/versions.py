@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from schedlang.pipeline.timeline.table import Column, Kind, Rows, Timeline, TimelineError
 
-BACKWARD = (Kind.B, Kind.I, Kind.W)
-READS = (Kind.F, *BACKWARD)
+BACKWARD_KINDS = (Kind.B, Kind.I, Kind.W)
+READING_KINDS = (Kind.F, *BACKWARD_KINDS)
 
 
-def updates(timeline: Timeline) -> Column:
+def update_versions(timeline: Timeline) -> Column:
     """Return the version that each microbatch's gradients make, the same on every stage (from 1).
 
     Raises TimelineError as `check_versions` does.
@@ -73,7 +73,7 @@ class _Stage:
 
     @property
     def back(self) -> NDArray[np.bool_]:
-        return np.isin(self.kind, BACKWARD)
+        return np.isin(self.kind, BACKWARD_KINDS)
 
     def check(self) -> None:
         steps = self.kind == Kind.STEP
@@ -124,7 +124,7 @@ class _Stage:
 
 
 def _stages(timeline: Timeline) -> Iterator[_Stage]:
-    rows = np.flatnonzero(np.isin(timeline.kind, (*READS, Kind.STEP)))
+    rows = np.flatnonzero(np.isin(timeline.kind, (*READING_KINDS, Kind.STEP)))
     order = np.lexsort((rows, timeline.stage[rows], timeline.replica[rows]))
     rows = rows[order]
     place = timeline.replica[rows] * timeline.stages + timeline.stage[rows]

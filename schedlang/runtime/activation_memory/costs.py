@@ -14,12 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from schedlang.remat.operators import Key, Operator
 from schedlang.runtime import scope
-from schedlang.runtime.activation_memory.quantized import Code, Coding, Rounded
-from schedlang.runtime.activation_memory.selective import Turns, fresh
-from schedlang.runtime.device import undrawn
+from schedlang.runtime.activation_memory.quantized import (
+    Quantization,
+    QuantizedActivations,
+    QuantizedTensor,
+)
+from schedlang.runtime.activation_memory.selective import CallNumbers, is_functional
+from schedlang.runtime.device import generators_restored
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.offload import saved_tensors
-from schedlang.runtime.tracing.record import Burden, key_of, operations
+from schedlang.runtime.offload import offloaded_activations
+from schedlang.runtime.tracing.recording import UnitCosts, key_of, operations
 
 # ---- The operators of each unit whose results could be saved: their work, the bytes of results.
 
@@ -37,14 +41,14 @@ class _RanOperator:
 class _Call:
     """One call of a unit: operators so far, and how many of them a second run would repeat."""
 
-    turns: Turns = field(default_factory=Turns)
+    turns: CallNumbers = field(default_factory=CallNumbers)
     ran: list[_RanOperator] = field(default_factory=list)
     repeated: int = 0
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
 
 
-class Menu(Burden):
+class OperatorCosts(UnitCosts):
     """Counts as Burden does, and also by operator.
 
     An operator without a formula for its operations counts one for each element of its results. A
@@ -64,10 +68,10 @@ class Menu(Burden):
         return tuple(self._found[unit].values())
 
     @contextmanager
-    def of(self, unit: int, arguments: Sequence[Tensor]) -> Iterator[None]:
+    def counting(self, unit: int, arguments: Sequence[Tensor]) -> Iterator[None]:
         """Count one call of a unit."""
         call = self._calls[unit] = _Call()
-        with super().of(unit, arguments):
+        with super().counting(unit, arguments):
             yield
         del self._calls[unit]
         for ran in call.ran[: call.repeated]:
@@ -89,27 +93,29 @@ class Menu(Burden):
             ran.key, old.work + ran.work, old.bytes + sum(sizes.values()), old.saved + inside
         )
 
-    def keeps(self, unit: int, tensor: Tensor, size: int) -> None:
+    def count_saved(self, unit: int, tensor: Tensor, size: int) -> None:
         """Count a saved tensor; a second run runs at least up to here."""
-        super().keeps(unit, tensor, size)
-        if size < saved_tensors.SMALLEST:
+        super().count_saved(unit, tensor, size)
+        if size < offloaded_activations.MIN_BYTES:
             self.small[unit] += size
         call = self._calls[unit]
         call.saved.add(key_of(tensor))
         call.repeated = len(call.ran)
 
-    def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def count_operations(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count one operator of a unit."""
-        super().ran(unit, func, args, kwargs, output)
+        super().count_operations(unit, func, args, kwargs, output)
         made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        new = fresh(func)
+        new = is_functional(func)
         work = operations(func, args, kwargs, output) if new else 0.0
         self.forward[unit] += work
         call = self._calls[unit]
         for argument, one in zip(func._schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 call.written |= {key_of(t) for t in tree_leaves(one) if isinstance(t, Tensor)}
-        call.ran.append(_RanOperator(call.turns.of(func, args, kwargs), work, made if new else []))
+        call.ran.append(
+            _RanOperator(call.turns.next_key(func, args, kwargs), work, made if new else [])
+        )
 
 
 # ---- How much the gradient of a loss changes when one saved tensor is kept in few bits.
@@ -118,11 +124,11 @@ class Menu(Burden):
 # parameters from the exact one, which falls with the square of the number of levels.
 
 
-PROBED = 4  # bits of the one tensor that is quantized
-DRAWS = 2
+PROBE_BITS = 4  # bits of the one tensor that is quantized
+PROBE_PASSES = 2
 
 
-class Place(NamedTuple):
+class SavedPlace(NamedTuple):
     """A saved tensor of every call of a quantized module: its number among the floats of a call."""
 
     module: str
@@ -130,7 +136,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Seen:
+class PlaceFacts:
     """Facts of a place: the innermost module that saves there, elements in a pass, and the squared
     change of the gradient; None without values."""
 
@@ -143,22 +149,22 @@ Run = Callable[[], Tensor | None]  # a forward of the model; the root of its bac
 
 
 @dataclass(eq=False)
-class _Probe(Code):
+class _Probe(QuantizedActivations):
     """A policy that quantizes one place, or all of them."""
 
     state: _ProbeState = field(default_factory=lambda: _ProbeState())
 
-    def at(self, number: int) -> Coding | None:
+    def coding_of(self, number: int) -> Quantization | None:
         """Return the coding of a tensor; None (unquantized) unless its place is being probed."""
         probed = self.state.only
-        return self.coding if probed in (None, Place(self.fqn, number)) else None
+        return self.coding if probed in (None, SavedPlace(self.fqn, number)) else None
 
-    def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
+    def note(self, number: int, tensor: Tensor, made: QuantizedTensor) -> None:
         """Record, in the first pass, the module and elements of a place; that pass quantizes
         all."""
         if self.state.only is None:
-            place = Place(self.fqn, number)
-            seen = self.state.places.setdefault(place, Seen(scope.site()))
+            place = SavedPlace(self.fqn, number)
+            seen = self.state.places.setdefault(place, PlaceFacts(scope.current_site()))
             seen.elements += tensor.numel()
 
 
@@ -166,31 +172,35 @@ class _Probe(Code):
 class _ProbeState:
     """State of all probes of a model: the one quantized place, and facts from the first pass."""
 
-    only: Place | None = None
-    places: dict[Place, Seen] = field(default_factory=dict)
+    only: SavedPlace | None = None
+    places: dict[SavedPlace, PlaceFacts] = field(default_factory=dict)
 
 
-def places_of(model: nn.Module, blocks: Mapping[str, int], run: Run) -> dict[Place, Seen]:
+def find_places(
+    model: nn.Module, blocks: Mapping[str, int], run: Run
+) -> dict[SavedPlace, PlaceFacts]:
     """Return the tensors that quantized modules of a model would save, in order; `blocks`: by
     module.
 
-    With values, each place is also quantized alone, in `DRAWS` passes forward and backward, and the
-    changes of the gradient are averaged. On the meta device there are no changes.
+    With values, each place is also quantized alone, in `PROBE_PASSES` passes forward and backward,
+    and the changes of the gradient are averaged. On the meta device there are no changes.
     """
     state = _ProbeState()
     for fqn, block in blocks.items():
         module = model.get_submodule(fqn)
-        wrap(module, "code", _Probe(module, fqn, Coding(PROBED, block), state=state))
+        wrap(module, "code", _Probe(module, fqn, Quantization(PROBE_BITS, block), state=state))
     scope.named_sites(model)
     _forward(run, 0)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if state.places and not on_meta:
-        state.only = Place("", -1)
+        state.only = SavedPlace("", -1)
         exact = _gradient(model, run, 0)
         for place, seen in state.places.items():
             state.only = place
-            changes = [_distance(_gradient(model, run, draw), exact) for draw in range(DRAWS)]
-            seen.change = sum(changes) / DRAWS
+            changes = [
+                _distance(_gradient(model, run, draw), exact) for draw in range(PROBE_PASSES)
+            ]
+            seen.change = sum(changes) / PROBE_PASSES
     return state.places
 
 
@@ -204,7 +214,7 @@ def _gradient(model: nn.Module, run: Run, draw: int) -> list[Tensor]:
 
 
 def _forward(run: Run, draw: int) -> Tensor | None:
-    with undrawn(), scope.entered(scope.Scope(draw, 0, ())):
+    with generators_restored(), scope.enter_scope(scope.Scope(draw, 0, ())):
         torch.manual_seed(0)
         return run()
 

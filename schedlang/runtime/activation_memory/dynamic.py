@@ -16,13 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.activation_memory.recompute import versions, written_twice
-from schedlang.runtime.activation_memory.selective import draws, fresh
-from schedlang.runtime.device import Replayed, default_generators
+from schedlang.runtime.activation_memory.recompute import buffer_versions, check_buffers
+from schedlang.runtime.activation_memory.selective import draws_random, is_functional
+from schedlang.runtime.device import RestoredGenerators, default_generators
 from schedlang.runtime.forward import layer_of, wrap
-from schedlang.runtime.inside import Inside
-from schedlang.runtime.storage.saved import Policy, alias, as_it_is, slot
-from schedlang.runtime.tracing.record import key_of, operations
+from schedlang.runtime.storage.saved_tensors_slot import (
+    SavedTensorPolicy,
+    alias,
+    pack_hooks,
+    pack_unchanged,
+)
+from schedlang.runtime.submodules import ModuleWalk
+from schedlang.runtime.tracing.recording import key_of, operations
 
 # ---- Storages with the operators that make them: dropped and made again, within a budget.
 # Kirisame et al., Dynamic tensor rematerialization (2021). When the held bytes exceed the budget,
@@ -31,7 +36,7 @@ from schedlang.runtime.tracing.record import key_of, operations
 # that every run drops the same blocks.
 
 
-class Pool:
+class BudgetPool:
     """The bytes that some modules save for their backwards: at most `budget`, where possible.
 
     held_bytes, peak  bytes now, and their maximum so far
@@ -43,15 +48,15 @@ class Pool:
         self.budget = budget
         self.held_bytes = self.peak = self.dropped = 0
         self.repeated_work = self.clock = 0.0
-        self._held: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._held: weakref.WeakValueDictionary[int, StorageBlock] = weakref.WeakValueDictionary()
         self._next = 0
-        self._path: list[Block] = []  # blocks that are being made
+        self._path: list[StorageBlock] = []  # blocks that are being made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BudgetPool:
         """Return a new pool: copies of modules that share a budget share one of their own."""
-        return Pool(self.budget)
+        return BudgetPool(self.budget)
 
-    def hold(self, block: Block, tensor: Tensor) -> None:
+    def hold(self, block: StorageBlock, tensor: Tensor) -> None:
         """Store the values of a block; drop others until all fit."""
         assert block.tensor is None
         block.tensor, block.version, block.used = tensor, tensor._version, self.clock
@@ -59,10 +64,10 @@ class Pool:
         block.number = self._next
         self._held[block.number] = block
         self._changed(block, block.size)
-        self.fit()
+        self.evict()
         self.peak = max(self.peak, self.held_bytes)
 
-    def fit(self, room: int = 0) -> None:
+    def evict(self, room: int = 0) -> None:
         """Drop the blocks of least score until all fit with `room` more bytes, or none can be
         dropped."""
         if self.held_bytes + room > self.budget:
@@ -76,7 +81,7 @@ class Pool:
                 del free[id(worst)]
                 self._drop(worst)
 
-    def bring(self, block: Block) -> Tensor:
+    def materialize(self, block: StorageBlock) -> Tensor:
         """Return the values of a block; if dropped, make them again, with all that they need."""
         if block.tensor is None:
             before, self._path = self._path, [*self._path, block]
@@ -95,13 +100,13 @@ class Pool:
         block.used = self.clock
         return found
 
-    def _run(self, block: Block) -> None:
+    def _run(self, block: StorageBlock) -> None:
         assert block.node is not None
         node = block.node
         for parent in block.parents:
             parent.used = self.clock
         outputs = [ref() for ref in node.outputs]
-        self.fit(sum(one.size for one in outputs if one is not None and one.tensor is None))
+        self.evict(sum(one.size for one in outputs if one is not None and one.tensor is None))
         made = node.run()
         self.clock += node.work
         self.repeated_work += node.work
@@ -110,30 +115,30 @@ class Pool:
                 assert one is not None and one.untyped_storage().nbytes() == output.size
                 self.hold(output, one)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: StorageBlock) -> None:
         del self._held[block.number]
         block.tensor = None
         self.dropped += 1
         self._changed(block, -block.size)
 
-    def _changed(self, block: Block, size: int) -> None:
+    def _changed(self, block: StorageBlock, size: int) -> None:
         self.held_bytes += size
         block.changes[0] += 1
 
-    def _score(self, block: Block) -> float:
+    def _score(self, block: StorageBlock) -> float:
         if block.known[0] != block.changes[0]:  # a block of the same call came or went
             block.known = (block.changes[0], sum(node.work for node in _dropped_around(block)))
         return block.known[1] / (max(1, block.size) * (self.clock - block.used + 1.0))
 
 
-class Block:
+class StorageBlock:
     """One storage: its values while they are held, and the operator that makes them again.
 
     Without such an operator (an input of the call, or written into), the values stay.
     """
 
     def __init__(
-        self, pool: Pool, like: Tensor, changes: list[int], node: Node | None = None
+        self, pool: BudgetPool, like: Tensor, changes: list[int], node: OperatorNode | None = None
     ) -> None:
         self.pool, self.changes, self.node = (
             pool,
@@ -147,14 +152,14 @@ class Block:
         self.version = self.number = 0
         self.pinned, self.used = node is None, 0.0
         self.known = (-1, 0.0)
-        self.users: weakref.WeakSet[Node] = weakref.WeakSet()
+        self.users: weakref.WeakSet[OperatorNode] = weakref.WeakSet()
 
-    def ref(self, tensor: Tensor) -> Ref:
+    def ref(self, tensor: Tensor) -> TensorRef:
         """Return a reference to a tensor of this storage."""
-        return Ref(self, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return TensorRef(self, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     @property
-    def parents(self) -> Sequence[Block]:
+    def parents(self) -> Sequence[StorageBlock]:
         """The blocks from which this block is made."""
         return self.node.parents if self.node is not None else ()
 
@@ -164,15 +169,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Ref:
+class TensorRef:
     """A tensor by its block and its view of that storage."""
 
-    block: Block
+    block: StorageBlock
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, base: Tensor) -> Tensor:
+    def view_of(self, base: Tensor) -> Tensor:
         """Return this view of the storage of `base`."""
         if (base.size(), base.stride(), base.storage_offset()) == (
             self.shape,
@@ -185,11 +190,11 @@ class Ref:
     def tensor(self) -> Tensor:
         """Return this tensor, made again if it was dropped."""
         with torch.no_grad():
-            return self.of(self.block.pool.bring(self.block))
+            return self.view_of(self.block.pool.materialize(self.block))
 
 
 @dataclass(frozen=True)
-class Outside:
+class OuterTensor:
     """An argument that the pool does not manage: a parameter, or a tensor in another dtype."""
 
     tensor: Tensor
@@ -202,7 +207,7 @@ class Outside:
         return self.tensor
 
 
-class Node:
+class OperatorNode:
     """One operator that ran, with its arguments, to run it again."""
 
     def __init__(
@@ -210,7 +215,7 @@ class Node:
         operator: Any,
         arguments: Any,
         work: float,
-        rng_state: Replayed | None,
+        rng_state: RestoredGenerators | None,
         filled: Callable[[Sequence[Tensor]], None],
     ) -> None:
         self.operator, self.arguments, self.work, self.rng_state = (
@@ -221,12 +226,14 @@ class Node:
         )
         self.refill = filled  # gathers parameters that were freed since
         leaves = tree_leaves(arguments)
-        self.parents = tuple({id(r.block): r.block for r in leaves if isinstance(r, Ref)}.values())
-        self._outside = tuple(one for one in leaves if isinstance(one, Outside))
-        self.into: Block | None = (
+        self.parents = tuple(
+            {id(r.block): r.block for r in leaves if isinstance(r, TensorRef)}.values()
+        )
+        self._outside = tuple(one for one in leaves if isinstance(one, OuterTensor))
+        self.into: StorageBlock | None = (
             None  # the operator writes into this block: a second run into a copy
         )
-        self.outputs: list[Callable[[], Block | None]] = []
+        self.outputs: list[Callable[[], StorageBlock | None]] = []
         for parent in self.parents:
             parent.users.add(self)
 
@@ -236,13 +243,13 @@ class Node:
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
             copied = None if self.into is None else _copy_values(self.into)
 
-            def value(one: Ref | Outside) -> Tensor:
-                if isinstance(one, Outside):
+            def value(one: TensorRef | OuterTensor) -> Tensor:
+                if isinstance(one, OuterTensor):
                     return one.get()
                 own = copied if one.block is self.into else None
-                return one.of(one.block.pool.bring(one.block) if own is None else own)
+                return one.view_of(one.block.pool.materialize(one.block) if own is None else own)
 
-            args, kwargs = tree_map_only((Ref, Outside), value, self.arguments)
+            args, kwargs = tree_map_only((TensorRef, OuterTensor), value, self.arguments)
             with self.rng_state or nullcontext():
                 made = self.operator(*args, **kwargs)
         if copied is not None:
@@ -259,16 +266,16 @@ def _mutation_refusal(what: str) -> Refusal:
     )
 
 
-def _copy_values(block: Block) -> Tensor:
+def _copy_values(block: StorageBlock) -> Tensor:
     """Return a copy of the values of a block, to be written into."""
     shape, stride, offset = block.base
     assert not offset, "a storage is known by the tensor that it was made as"
     return torch.empty_strided(
-        shape, stride, dtype=block.dtype, device=block.pool.bring(block).device
-    ).copy_(block.pool.bring(block))
+        shape, stride, dtype=block.dtype, device=block.pool.materialize(block).device
+    ).copy_(block.pool.materialize(block))
 
 
-def _dropped_around(block: Block) -> Iterator[Node]:
+def _dropped_around(block: StorageBlock) -> Iterator[OperatorNode]:
     """Yield the operators that would run again with a block: its own, and of dropped neighbours."""
     seen: set[int] = set()
     for step in (_inputs_of, _outputs_of):
@@ -281,11 +288,11 @@ def _dropped_around(block: Block) -> Iterator[Node]:
             waiting += [o for o in step(one) if o.tensor is None and id(o.node) not in seen]
 
 
-def _inputs_of(block: Block) -> Iterator[Block]:
+def _inputs_of(block: StorageBlock) -> Iterator[StorageBlock]:
     yield from block.parents
 
 
-def _outputs_of(block: Block) -> Iterator[Block]:
+def _outputs_of(block: StorageBlock) -> Iterator[StorageBlock]:
     for node in list(block.users):
         yield from (one for ref in node.outputs if (one := ref()) is not None)
 
@@ -301,49 +308,49 @@ def _outputs_of(block: Block) -> Iterator[Block]:
 _SENDS = ("c10d", "_c10d_functional", "c10d_functional")
 
 
-def dynamic(modules: Sequence[nn.Module], budget: int) -> Pool:
+def limit_saved_bytes(modules: Sequence[nn.Module], budget: int) -> BudgetPool:
     """Let modules save at most `budget` bytes together for their backwards, inputs included.
 
     Gradients are equal bit for bit. If one operator alone needs more, more is held; the `peak` of
     the returned pool shows that.
     """
-    pool = Pool(budget)
+    pool = BudgetPool(budget)
     for module in modules:
-        wrap(module, "checkpoint", Dynamic(module, pool))
+        wrap(module, "checkpoint", BudgetPolicy(module, pool))
     return pool
 
 
-def pools(model: nn.Module) -> list[Pool]:
-    """Return the pools of a model, of modules to which `dynamic` was applied."""
+def budget_pools(model: nn.Module) -> list[BudgetPool]:
+    """Return the pools of a model, of modules to which `limit_saved_bytes` was applied."""
     found = [layer_of(module, "checkpoint") for module in model.modules()]
-    return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
+    return list({id(one.pool): one.pool for one in found if isinstance(one, BudgetPolicy)}.values())
 
 
-class Dynamic(Policy):
+class BudgetPolicy(SavedTensorPolicy):
     """The policy that holds saved tensors in a pool, which drops some and makes them again."""
 
-    def __init__(self, module: nn.Module, pool: Pool) -> None:
+    def __init__(self, module: nn.Module, pool: BudgetPool) -> None:
         self.module, self.pool = module, pool
 
-    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`, and record its operators."""
-        inside = Inside(self.module)
-        before = versions(inside.now())
+        inside = ModuleWalk(self.module)
+        before = buffer_versions(inside.current())
         noted = _OperatorRecorder(self.module, self.pool)
-        with slot(noted.pack), noted:
+        with pack_hooks(noted.pack), noted:
             output = inner(*args, **kwargs)
         noted.known.clear()
-        written_twice(self.module, before, inside.now())
+        check_buffers(self.module, before, inside.current())
         return output
 
 
 class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of one call."""
 
-    def __init__(self, module: nn.Module, pool: Pool) -> None:
+    def __init__(self, module: nn.Module, pool: BudgetPool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pool, self.changes = pool, [0]
-        self.known: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, StorageBlock]] = {}
         self._weights = {key_of(one) for one in (*module.parameters(), *module.buffers())}
         units = [one for one in module.modules() if isinstance(one, FSDPModule)]
         self._refill = lambda tensors: _unshard(units, tensors)
@@ -371,22 +378,24 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 node.outputs.append(_no_block)
         return output
 
-    def _node(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Tensor]) -> Node:
+    def _node(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Tensor]) -> OperatorNode:
         rng_state = None
-        if draws(func, args, kwargs):
+        if draws_random(func, args, kwargs):
             own = [one for one in tree_leaves(kwargs) if isinstance(one, torch.Generator)]
-            rng_state = Replayed(own or default_generators(one.device for one in arguments))
+            rng_state = RestoredGenerators(
+                own or default_generators(one.device for one in arguments)
+            )
         refs = tree_map_only(Tensor, self._ref, (args, kwargs))
-        return Node(func, refs, 0.0, rng_state, self._refill)
+        return OperatorNode(func, refs, 0.0, rng_state, self._refill)
 
-    def _register(self, tensor: Tensor, node: Node | None = None) -> Block:
-        block = Block(self.pool, tensor, self.changes, node)
+    def _register(self, tensor: Tensor, node: OperatorNode | None = None) -> StorageBlock:
+        block = StorageBlock(self.pool, tensor, self.changes, node)
         storage = tensor.untyped_storage()
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.known[storage._cdata] = (weak, block)
         return block
 
-    def _block(self, tensor: Tensor) -> Block | None:
+    def _block(self, tensor: Tensor) -> StorageBlock | None:
         found = self.known.get(tensor.untyped_storage()._cdata)
         if found is None or found[0].expired():  # type: ignore[no-untyped-call]
             return None
@@ -396,17 +405,17 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base = tensor._base if tensor._is_view() else tensor
         return isinstance(base, nn.Parameter) or key_of(tensor) in self._weights
 
-    def _ref(self, tensor: Tensor) -> Ref | Outside:
+    def _ref(self, tensor: Tensor) -> TensorRef | OuterTensor:
         """Return a reference to an argument of an operator, by which it is found again."""
         if self._is_weight(tensor):
-            return Outside(alias(tensor), None)
+            return OuterTensor(alias(tensor), None)
         block = self._block(tensor) or self._hold_input(tensor)
         if tensor.dtype != block.dtype:
             block.pinned = True
-            return Outside(alias(tensor), tensor._version)
+            return OuterTensor(alias(tensor), tensor._version)
         return block.ref(tensor)
 
-    def _hold_input(self, tensor: Tensor) -> Block:
+    def _hold_input(self, tensor: Tensor) -> StorageBlock:
         """Hold a tensor that this call did not make, without an operator to make it again."""
         block = self._register(tensor)
         self.pool.hold(block, alias(tensor))
@@ -455,7 +464,7 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for ref in node.outputs:
                 one = ref()
                 if one is not None:
-                    self.pool.bring(one)
+                    self.pool.materialize(one)
                     one.pinned = True
         del self.known[tensor.untyped_storage()._cdata]
 
@@ -464,11 +473,11 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> Any:
         """Hold a saved tensor in the pool; leave weights and special tensors to autograd."""
         if not _is_plain(tensor) or self._is_weight(tensor):
-            return as_it_is(tensor)
+            return pack_unchanged(tensor)
         block = self._block(tensor) or self._hold_input(tensor)
         if tensor.dtype != block.dtype:
             block.pinned = True
-            return as_it_is(tensor)
+            return pack_unchanged(tensor)
         if block.tensor is None:
             self.pool.hold(block, tensor.detach().as_strided(*block.base))
         return block.ref(tensor)
@@ -489,7 +498,7 @@ _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 def _is_repeatable(operator: Any) -> bool:
     """Return whether a second run of an operator returns the same, and changes nothing."""
-    return not _is_collective(operator) and fresh(operator)
+    return not _is_collective(operator) and is_functional(operator)
 
 
 def _is_collective(operator: Any) -> bool:

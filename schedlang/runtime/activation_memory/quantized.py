@@ -1,7 +1,7 @@
 """Quantized activations: the saved tensors of a module as integers of 8, 4 or 2 bits.
 
-`code` wraps a module; `rounded` quantizes a tensor; `noting` records values near a rounding tie,
-for a comparison with other orders of the same sums.
+`quantize_saved` wraps a module; `quantize` quantizes a tensor; `record_near_ties` records values
+near a rounding tie, for a comparison with other orders of the same sums.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.rng.logical_dropout import mixed, stream
-from schedlang.runtime.sharding.leaf import know_coded
-from schedlang.runtime.storage.saved import (
+from schedlang.runtime.rng.logical_dropout import stream_numbers, stream_of
+from schedlang.runtime.sharding.sharded_layer import mark_coded
+from schedlang.runtime.storage.saved_tensors_slot import (
     HALVES,
-    Addresses,
+    ModuleAddresses,
     Pack,
-    Policy,
-    as_it_is,
-    elements,
-    given_whole,
+    SavedTensorPolicy,
+    element_key,
     is_candidate,
-    is_copy,
-    own,
-    place,
+    is_cast_copy,
+    local_tensors_of,
+    memory_key,
+    pack_hooks,
+    pack_unchanged,
     policies,
-    slot,
+    set_policies,
+    ungraded_inputs,
     unpack,
-    within,
 )
 from schedlang.runtime.storage.tiers import reference_to
 
@@ -48,11 +48,11 @@ from schedlang.runtime.storage.tiers import reference_to
 
 _SHARE = 2.0**-14  # of a block's range: far above the differences of orders of float32 sums
 
-Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places, values before rounding
+NearTieMap = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places, values before rounding
 
 
 @dataclass
-class Tipped:
+class NearTies:
     """The values near a tie, by stream of draws: their places, and the values before rounding."""
 
     found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Tipped:
         """Record ties in `moved`, values to be rounded down to 0..`levels`, of elements from
         `first`."""
         flat = moved.detach().reshape(-1)
-        ties = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
+        ties = ((flat - flat.round()).abs() <= tie_margin(levels)).nonzero()[:, 0]
         places, values = (ties + first).cpu(), flat[ties].double().cpu()
         if stream in self.found:
             known = self.found[stream]
             places, values = torch.cat([known[0], places]), torch.cat([known[1], values])
         self.found[stream] = places, values
 
-    def everyone(self) -> Found:
+    def gather(self) -> NearTieMap:
         """Return the ties of all ranks; ranks with one stream draw alike for their own parts."""
         if world.size() == 1:
             return self.found
@@ -80,18 +80,18 @@ class Tipped:
         return out
 
 
-def margin(levels: int) -> float:
+def tie_margin(levels: int) -> float:
     """Return the distance from the next integer, in steps, within which rounding may differ."""
     return levels * _SHARE
 
 
-_near_ties: ContextVar[Tipped | None] = ContextVar("tipped", default=None)
+_near_ties: ContextVar[NearTies | None] = ContextVar("tipped", default=None)
 
 
 @contextmanager
-def noting() -> Iterator[Tipped]:
+def record_near_ties() -> Iterator[NearTies]:
     """Record near ties in float32 in this thread, within a block."""
-    tipped = Tipped()
+    tipped = NearTies()
     token = _near_ties.set(tipped)
     try:
         yield tipped
@@ -99,8 +99,9 @@ def noting() -> Iterator[Tipped]:
         _near_ties.reset(token)
 
 
-def drawn(stream: int, first: int, moved: Tensor, levels: int) -> None:
-    """Record near ties of values that are about to be rounded down, if `noting` is active."""
+def note_near_ties(stream: int, first: int, moved: Tensor, levels: int) -> None:
+    """Record near ties of values that are about to be rounded down, if `record_near_ties` is
+    active."""
     tipped = _near_ties.get()
     if tipped is not None and moved.dtype == torch.float32 and not moved.is_meta:
         tipped.note(stream, first, moved, levels)
@@ -114,13 +115,13 @@ def drawn(stream: int, first: int, moved: Tensor, levels: int) -> None:
 # integer of their own: they come back unchanged, and the others of their block use one level less.
 
 
-AT_ONCE = 2**20  # elements that are quantized at a time, which bounds temporary memory
+PIECE_SIZE = 2**20  # elements that are quantized at a time, which bounds temporary memory
 _DRAWN = 53  # bits of a draw
 _PACKED = {2: 4, 4: 2}  # bits -> integers in a byte
 
 
 @dataclass(frozen=True)
-class Coding:
+class Quantization:
     """The quantization of tensors: integers of `bits` bits, in blocks of `block` elements.
 
     Above 8 bits each integer takes 64 bits: almost nothing is lost, and no memory is saved.
@@ -135,11 +136,11 @@ class Coding:
         return int(2**self.bits - 1)
 
     @property
-    def last(self) -> int:
+    def reserved_code(self) -> int:
         """The integer for values without a finite size, in a block that has such values."""
         return self.levels if self.bits <= 8 else -1
 
-    def kept(self, count: int, item: int) -> int:
+    def stored_bytes(self, count: int, item: int) -> int:
         """Return the bytes in which `count` elements of `item` bytes are stored."""
         blocks = -(-count // self.block)
         each = 8 if self.bits > 8 else self.bits / 8
@@ -147,17 +148,17 @@ class Coding:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class QuantizedTensor:
     """A quantized tensor: `least + step * integer`, with `least` and `step` per block."""
 
-    coding: Coding
+    coding: Quantization
     codes: Tensor
     least: Tensor
     step: Tensor
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    far: Tensor | None = None  # for `last` in blocks whose step is below zero
+    far: Tensor | None = None  # for `reserved_code` in blocks whose step is below zero
 
     @property
     def nbytes(self) -> int:
@@ -176,13 +177,15 @@ class Rounded:
                 codes, step = _unpack_bits(self.codes[blocks], self.coding), self.step[blocks, None]
                 numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
                 if self.far is not None:
-                    is_extreme = (codes == self.coding.last) & step.signbit()
+                    is_extreme = (codes == self.coding.reserved_code) & step.signbit()
                     numbers = torch.where(is_extreme, self.far, numbers)
                 flat[some] = numbers.view(-1)[: some.stop - some.start]
             return made if plain else made.copy_(flat.view(self.shape))
 
 
-def rounded(tensor: Tensor, coding: Coding, stream: int, unseen: bool = False) -> Rounded:
+def quantize(
+    tensor: Tensor, coding: Quantization, stream: int, unseen: bool = False
+) -> QuantizedTensor:
     """Quantize a tensor of floats, with draws from `stream` (a signed 64-bit number).
 
     `unseen`: the tensor may hold values without a finite size; they come back as one value (of
@@ -197,18 +200,18 @@ def rounded(tensor: Tensor, coding: Coding, stream: int, unseen: bool = False) -
         codes = new((blocks, width), dtype=torch.uint8 if coding.bits <= 8 else torch.int64)
         least, step = new(blocks, dtype=work), new(blocks, dtype=work)
         flat = tensor.detach().reshape(-1)
-        ends = Ends(flat, work) if unseen else None
+        ends = ExtremeValues(flat, work) if unseen else None
         _quantize_pieces(flat, coding, stream, (codes, least, step), ends)
-        far = None if ends is None else ends.one()
-    return Rounded(coding, codes, least, step, tensor.dtype, tensor.shape, stride, far)
+        far = None if ends is None else ends.common_value()
+    return QuantizedTensor(coding, codes, least, step, tensor.dtype, tensor.shape, stride, far)
 
 
 def _quantize_pieces(
     flat: Tensor,
-    coding: Coding,
+    coding: Quantization,
     stream: int,
     into: tuple[Tensor, Tensor, Tensor],
-    ends: Ends | None,
+    ends: ExtremeValues | None,
 ) -> None:
     """Write the integers of all elements, piece by piece."""
     codes, least, step = into
@@ -226,11 +229,11 @@ def _quantize_pieces(
             least[blocks], step[blocks] = low, torch.where(has_extreme, -size, size)
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
         moved = exact + _random_numbers(exact, some.start, stream)
-        drawn(stream, some.start, moved, coding.levels)
+        note_near_ties(stream, some.start, moved, coding.levels)
         numbers = moved.floor_().clamp_(0, coding.levels)
         if is_extreme is not None:
             most = (coding.levels - is_extreme.any(1).to(low.dtype))[:, None]
-            numbers = torch.where(is_extreme, coding.last, torch.minimum(numbers, most))
+            numbers = torch.where(is_extreme, coding.reserved_code, torch.minimum(numbers, most))
         codes[blocks] = _pack_bits(numbers, coding)
 
 
@@ -244,18 +247,18 @@ def _finite_range(rows: Tensor, is_extreme: Tensor) -> tuple[Tensor, Tensor]:
     return low.masked_fill(none, 0.0), high.amax(1).masked_fill(none, 0.0)
 
 
-def bound(dtype: torch.dtype) -> float:
+def size_bound(dtype: torch.dtype) -> float:
     """Return the size from which a value has no finite size; float16 has real values near its
     end."""
     most = torch.finfo(dtype).max
     return most * 0.9 if dtype == torch.float16 else most / 4
 
 
-class Ends:
+class ExtremeValues:
     """The farthest value without a finite size in a tensor, kept on the device."""
 
     def __init__(self, flat: Tensor, work: torch.dtype) -> None:
-        self.bound = bound(flat.dtype)
+        self.bound = size_bound(flat.dtype)
         self.least = flat.new_full((), torch.inf, dtype=work)
         self.most = flat.new_full((), -torch.inf, dtype=work)
 
@@ -267,15 +270,15 @@ class Ends:
         self.most = torch.maximum(self.most, rows.masked_fill(~is_extreme, -torch.inf).amax())
         return is_extreme
 
-    def one(self) -> Tensor:
+    def common_value(self) -> Tensor:
         """Return the value that replaces all of them; NaN if there are some on both sides."""
         above = torch.where(self.least > 0, self.most, torch.nan)
         return torch.where(self.most < 0, self.least, above)
 
 
-def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
+def _pieces(coding: Quantization, flat: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield runs of blocks and their elements; on the meta device only the first."""
-    often, count = max(1, AT_ONCE // coding.block), flat.numel()
+    often, count = max(1, PIECE_SIZE // coding.block), flat.numel()
     for first in range(0, -(-count // coding.block), often)[: 1 if flat.is_meta else None]:
         last = first + often
         yield (
@@ -296,11 +299,11 @@ def _random_numbers(like: Tensor, first: int, stream: int) -> Tensor:
     """Return numbers in [0, 1) for elements from `first` on, with as many digits as fit."""
     places = torch.arange(1, like.numel() + 1, device=like.device).add_(first)
     digits = 1 - round(math.log2(torch.finfo(like.dtype).eps))
-    bits = mixed(places, places.new_full((), stream)) >> (_DRAWN - digits)
+    bits = stream_numbers(places, places.new_full((), stream)) >> (_DRAWN - digits)
     return bits.to(like.dtype).div_(2**digits).view_as(like)
 
 
-def _pack_bits(numbers: Tensor, coding: Coding) -> Tensor:
+def _pack_bits(numbers: Tensor, coding: Quantization) -> Tensor:
     """Return integers as bytes, several in one byte if small; the first in the lowest bits."""
     if coding.bits > 8:
         return numbers.to(torch.int64)
@@ -312,7 +315,7 @@ def _pack_bits(numbers: Tensor, coding: Coding) -> Tensor:
     return out
 
 
-def _unpack_bits(codes: Tensor, coding: Coding) -> Tensor:
+def _unpack_bits(codes: Tensor, coding: Quantization) -> Tensor:
     """Return one integer for each element."""
     each = _PACKED.get(coding.bits, 1)
     if each == 1:
@@ -334,77 +337,81 @@ def _unpack_bits(codes: Tensor, coding: Coding) -> Tensor:
 #
 # On an accelerator the host looks at values once: the facts that the first call has shown of a
 # saved tensor, by its number in the call, hold for all later calls, and if such a tensor later has
-# masked scores, its integers represent them (`rounded`).
+# masked scores, its integers represent them (`quantize`).
 
 
 @dataclass
-class Tally:
+class QuantizationCounts:
     """Counts of the quantized modules of one program: bytes before and after, tensors."""
 
     before: int = 0
     after: int = 0
     tensors: int = 0
 
-    def note(self, tensor: Tensor, made: Rounded) -> None:
+    def add(self, tensor: Tensor, made: QuantizedTensor) -> None:
         """Count one tensor."""
         self.tensors += 1
         self.before += tensor.numel() * tensor.element_size()
         self.after += made.nbytes
 
 
-def code(
+def quantize_saved(
     module: nn.Module,
     fqn: str,
-    coding: Coding,
-    tally: Tally | None = None,
+    coding: Quantization,
+    tally: QuantizationCounts | None = None,
     bits: Mapping[int, int] | None = None,
 ) -> None:
     """Quantize the tensors that `module`, named `fqn`, saves for backward, in place.
 
     `bits` are those of single tensors, by their number, from 1, among the floats that a call saves.
     """
-    know_coded(module)
-    wrap(module, "code", Code(module, fqn, coding, tally or Tally(), bits or {}))
+    mark_coded(module)
+    wrap(
+        module,
+        "code",
+        QuantizedActivations(module, fqn, coding, tally or QuantizationCounts(), bits or {}),
+    )
 
 
 @dataclass(eq=False)
-class Code(Policy):
+class QuantizedActivations(SavedTensorPolicy):
     """The policy that saves tensors as integers of few bits."""
 
     module: nn.Module
     fqn: str
-    coding: Coding
-    tally: Tally = field(default_factory=Tally)
+    coding: Quantization
+    tally: QuantizationCounts = field(default_factory=QuantizationCounts)
     bits: Mapping[int, int] = field(default_factory=dict)
     loose: int = 0  # calls outside any scope
     looked: dict[tuple[object, ...], bool] = field(
         default_factory=dict
     )  # answers about values on a device
 
-    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; integers and unquantized tensors go to the offload around it."""
-        excluded, move = given_whole((args, kwargs)), policies.offload or as_it_is
-        call = _Call(self, _call_identity(self), excluded, move, Addresses(self.module))
+        excluded, move = ungraded_inputs((args, kwargs)), policies.offload or pack_unchanged
+        call = _Call(self, _call_identity(self), excluded, move, ModuleAddresses(self.module))
         try:
-            with within(code=call.pack), slot(call.pack):
+            with set_policies(code=call.pack), pack_hooks(call.pack):
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
 
-    def at(self, number: int) -> Coding | None:
+    def coding_of(self, number: int) -> Quantization | None:
         """Return the coding of a tensor by its number in a call; None: the tensor is not
         quantized."""
         return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
 
-    def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
+    def note(self, number: int, tensor: Tensor, made: QuantizedTensor) -> None:
         """Count a quantized tensor."""
-        self.tally.note(tensor, made)
+        self.tally.add(tensor, made)
 
-    def casts(self, tensor: Tensor) -> bool:
+    def is_cast_of_own(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a cast of a parameter or buffer of the module."""
-        return any(is_copy(tensor, one) for one in own(self.module))
+        return any(is_cast_copy(tensor, one) for one in local_tensors_of(self.module))
 
-    def sees(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+    def look_at(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
         """Ask about the values of a tensor; on an accelerator, answer as at the first call."""
         if not on_accelerator(tensor):
             return predicate(tensor)
@@ -414,20 +421,20 @@ class Code(Policy):
         return self.looked[key]
 
 
-def _call_identity(layer: Code) -> tuple[object, ...]:
+def _call_identity(layer: QuantizedActivations) -> tuple[object, ...]:
     """Return values that identify one call of a module in a training."""
     here = scope.current()
     if here is None:
         layer.loose += 1
         return (layer.fqn, layer.loose)
-    return (layer.fqn, scope.next_call(f"{layer.fqn} coded"), here.step, here.samples)
+    return (layer.fqn, scope.count_call(f"{layer.fqn} coded"), here.step, here.samples)
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedTensor:
     """A quantized tensor whose integers were moved off the device."""
 
-    rest: Rounded
+    rest: QuantizedTensor
     codes: Any
 
     def tensor(self) -> Tensor:
@@ -439,54 +446,58 @@ class Moved:
 class _Call:
     """One call of a quantized module: the tensors that it has saved so far."""
 
-    layer: Code
+    layer: QuantizedActivations
     words: tuple[object, ...]
     excluded: frozenset[int]
     move: Pack
-    own: Addresses
+    own: ModuleAddresses
     candidates: int = 0  # candidates so far; `saved`: those that have numbers
     saved: int = 0
     rows: set[tuple[int, ...]] = field(
         default_factory=set
     )  # shapes of saved tensors without the last dim
-    known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
+    known: dict[tuple[object, ...], tuple[Any, QuantizedTensor | MovedTensor]] = field(
+        default_factory=dict
+    )
 
     def pack(self, tensor: Tensor) -> Any:
         """Save a tensor for autograd; one that is saved twice is stored once."""
         if policies.uncoded or not is_candidate(tensor, self.excluded):
             return self.move(tensor)
-        if place(tensor) in self.own:
+        if memory_key(tensor) in self.own:
             return self.move(tensor)
         self.candidates += 1
         layer, turn = self.layer, (self.candidates, tensor.dim())
-        if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
+        if tensor.dtype in HALVES and layer.look_at(
+            layer.is_cast_of_own, tensor, *turn, tensor.shape
+        ):
             return self.move(tensor)
         reference = reference_to(tensor)  # reserves the address, not the memory
-        key = (reference.cdata, tensor._version, tensor.dtype, *elements(tensor))
-        if key not in self.known and layer.sees(extreme, tensor, *turn):
+        key = (reference.cdata, tensor._version, tensor.dtype, *element_key(tensor))
+        if key not in self.known and layer.look_at(has_extremes, tensor, *turn):
             return self.move(tensor)  # uncounted: not every layout saves a mask of scores
         self.saved += 1
         if key not in self.known:
-            coding = self.layer.at(self.saved)
+            coding = self.layer.coding_of(self.saved)
             stays = coding is None or self.stays(tensor, coding)
             self.rows.add(tuple(tensor.shape[:-1]))
             if stays or coding is None:
                 return self.move(tensor)
             self.known[key] = reference, self.coded(tensor, coding)
         made = self.known[key][1]
-        if isinstance(made, Rounded):
+        if isinstance(made, QuantizedTensor):
             return _reshaped(made, tensor.shape)
         return replace(made, rest=_reshaped(made.rest, tensor.shape))
 
-    def coded(self, tensor: Tensor, coding: Coding) -> Rounded | Moved:
+    def coded(self, tensor: Tensor, coding: Quantization) -> QuantizedTensor | MovedTensor:
         """Quantize a tensor; its integers move if the module is offloaded."""
         unseen = on_accelerator(tensor)
-        made = rounded(tensor, coding, stream(*self.words, self.saved), unseen)
+        made = quantize(tensor, coding, stream_of(*self.words, self.saved), unseen)
         self.layer.note(self.saved, tensor, made)
         codes = self.move(made.codes)
-        return made if codes is made.codes else Moved(replace(made, codes=_NO_CODES), codes)
+        return made if codes is made.codes else MovedTensor(replace(made, codes=_NO_CODES), codes)
 
-    def stays(self, tensor: Tensor, coding: Coding) -> bool:
+    def stays(self, tensor: Tensor, coding: Quantization) -> bool:
         """Return whether a tensor that could be quantized is saved unquantized."""
         if tensor.numel() < coding.block or tensor.shape[-1] == 1:
             return True
@@ -496,21 +507,21 @@ class _Call:
             tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         ):  # per-row statistics, as of attention
             return True
-        takes = coding.kept(tensor.numel(), tensor.element_size())
+        takes = coding.stored_bytes(tensor.numel(), tensor.element_size())
         return takes >= tensor.untyped_storage().nbytes()  # expanded tensors take less
 
 
 _NO_CODES = torch.empty(0, dtype=torch.uint8)
 
 
-def _reshaped(made: Rounded, shape: torch.Size) -> Rounded:
+def _reshaped(made: QuantizedTensor, shape: torch.Size) -> QuantizedTensor:
     """Return the same elements in another shape."""
     if made.shape == shape:
         return made
     return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
-def extreme(tensor: Tensor) -> bool:
+def has_extremes(tensor: Tensor) -> bool:
     """Return whether a tensor holds values without a finite size, as masked scores.
 
     Quantization would lose other values of their blocks.

@@ -1,6 +1,7 @@
 """Activation checkpointing: modules run again in backward, instead of saving their activations.
 
-`checkpoint` wraps one module; `regions` wraps several modules that are recomputed together.
+`checkpoint` wraps one module; `checkpoint_regions` wraps several modules that are recomputed
+together.
 """
 
 from __future__ import annotations
@@ -21,41 +22,47 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
-from schedlang.remat import Tree, paths
+from schedlang.remat import RematTree, region_paths
 from schedlang.remat.operators import Key
-from schedlang.runtime.activation_memory.dropped import Dropped, hold
-from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps, numbers, operators
-from schedlang.runtime.adapters.torch_compile import once
-from schedlang.runtime.before_forward import Before
-from schedlang.runtime.device import HOST, Replayed, default_generators, own_generators
+from schedlang.runtime.activation_memory.dropped_tensors import DroppedTensors, save_tensors
+from schedlang.runtime.activation_memory.selective import (
+    OPERATOR_CLASSES,
+    SelectiveModes,
+    is_saved_call,
+    numbering_of,
+    operators_of,
+)
+from schedlang.runtime.adapters.torch_compile import run_side_effects_once
+from schedlang.runtime.device import HOST, RestoredGenerators, default_generators, module_generators
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.inside import Inside, Modules, modules_in
-from schedlang.runtime.modes import reentry
-from schedlang.runtime.pipeline.arguments import put, take
-from schedlang.runtime.pipeline.stage import enter
-from schedlang.runtime.scope import site
-from schedlang.runtime.storage.saved import Policy, policies, slot
+from schedlang.runtime.forward_attributes import AttributeSnapshot
+from schedlang.runtime.modes import restore_forward_context
+from schedlang.runtime.pipeline.argument_templates import fill_template, split_tensors
+from schedlang.runtime.pipeline.stage import as_graph_input
+from schedlang.runtime.scope import current_site
+from schedlang.runtime.storage.saved_tensors_slot import SavedTensorPolicy, pack_hooks, policies
+from schedlang.runtime.submodules import Modules, ModuleWalk, modules_in
 
 # ---- A second run: its arguments, and the other state on which its numbers depend.
 # A collective inside a module is issued again in backward. Every rank recomputes the same modules
 # in the same order, because all ranks walk the same graph, so that the collectives match.
 
 
-class Rerun:
+class RepeatableForward:
     """A forward that runs first with its arguments, later with arguments rebuilt from tensors."""
 
     def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.inner = inner
         self.first: tuple[Any, Any] | None = (args, kwargs)
-        # of the arguments, until `taken` is called
+        # of the arguments, until `release_tensors` is called
         self.tensors = [value for value in args if isinstance(value, Tensor)]
         # arguments that are tensors only, as in most blocks, need no template
         self.alone = not kwargs and len(self.tensors) == len(args)
         if not self.alone:
             self.tensors.clear()
-            self.template = take((args, kwargs), self.tensors)
+            self.template = split_tensors((args, kwargs), self.tensors)
 
-    def taken(self) -> list[Tensor]:
+    def release_tensors(self) -> list[Tensor]:
         """Return the tensors of the arguments, and drop the reference to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
@@ -67,14 +74,14 @@ class Rerun:
         elif self.alone:
             args, kwargs = tensors, {}
         else:
-            args, kwargs = put(self.template, tensors)
+            args, kwargs = fill_template(self.template, tensors)
         return self.inner(*args, **kwargs)
 
 
 _ON_HOST = frozenset({HOST})
 
 
-class Draws(Replayed):
+class ReplayedState(RestoredGenerators):
     """The state besides arguments on which the numbers of a call depend: generators and autocast.
 
     Stored on creation; entering restores it for a second run.
@@ -82,7 +89,7 @@ class Draws(Replayed):
 
     def __init__(self, inside: Modules, tensors: Sequence[Tensor]) -> None:
         devices = {t.device for t in tensors} - _ON_HOST
-        super().__init__([*default_generators(devices), *own_generators(inside)])
+        super().__init__([*default_generators(devices), *module_generators(inside)])
         kinds = [
             HOST.type,
             *sorted({one.type for one in devices if is_autocast_available(one.type)}),
@@ -118,24 +125,26 @@ Context = AbstractContextManager[Any]
 _NOTHING: Context = nullcontext()
 
 
-def keeping(save: tuple[str, ...], chosen: frozenset[Key] = frozenset()) -> tuple[Context, Context]:
+def selective_contexts(
+    save: tuple[str, ...], chosen: frozenset[Key] = frozenset()
+) -> tuple[Context, Context]:
     """Return the contexts of a forward and of its second run, in which some results are saved."""
     if not (chosen or save):
         return _NOTHING, _NOTHING
     keep = policies.code
-    some = Chosen(*numbers(save, chosen, keep is not None), keep, "collective" in save)
+    some = SelectiveModes(*numbering_of(save, chosen, keep is not None), keep, "collective" in save)
     return some.forward, some.second
 
 
 # ---- Buffers that a forward changes: a second forward would change them again.
 
 
-Versions = dict[str, tuple[int, int]]  # of buffers: identity and version counter
+BufferVersions = dict[str, tuple[int, int]]  # of buffers: identity and version counter
 
 
-def versions(inside: Modules) -> Versions:
+def buffer_versions(inside: Modules) -> BufferVersions:
     """Return facts of each buffer, by name, that change when it is written into or replaced."""
-    found: Versions = {}
+    found: BufferVersions = {}
     for path, one in inside:
         for name, buffer in one._buffers.items() if one._buffers else ():
             if buffer is not None:
@@ -144,35 +153,37 @@ def versions(inside: Modules) -> Versions:
     return found
 
 
-def written_twice(module: nn.Module, before: Versions, inside: Modules) -> None:
-    """Refuse (S813) a module whose forward has changed its buffers since `versions` was called."""
-    after = versions(inside)
+def check_buffers(module: nn.Module, before: BufferVersions, inside: Modules) -> None:
+    """Refuse (S813) a module whose forward has changed its buffers since `buffer_versions` was
+    called."""
+    after = buffer_versions(inside)
     if after == before:
         return
     listed = ", ".join(f"`{name}`" for name, now in after.items() if now != before.get(name))
     raise Refusal.of(
         "S813",
-        f"`{site() or _class_name(module)}` changes its buffers, and is checkpointed",
+        f"`{current_site() or _class_name(module)}` changes its buffers, and is checkpointed",
         notes=(f"its forward updated {listed}; recomputation would update it again",),
         helps=("checkpoint other modules, or put it into eval mode",),
     )
 
 
-def counts(tensors: Sequence[Tensor]) -> list[int]:
+def version_counts(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor was written into."""
     return [0 if one.is_inference() else one._version for one in tensors]
 
 
-def overwritten(module: nn.Module, before: list[int], tensors: Sequence[Tensor]) -> None:
-    """Refuse (S813) a module that has written into its arguments since `counts` was called.
+def check_arguments(module: nn.Module, before: list[int], tensors: Sequence[Tensor]) -> None:
+    """Refuse (S813) a module that has written into its arguments since `version_counts` was called.
 
     A second run would begin with the changed values.
     """
-    if not torch.is_grad_enabled() or counts(tensors) == before:
+    if not torch.is_grad_enabled() or version_counts(tensors) == before:
         return
     raise Refusal.of(
         "S813",
-        f"`{site() or _class_name(module)}` changes its inputs in place, and is checkpointed",
+        f"`{current_site() or _class_name(module)}` changes its inputs in place,"
+        " and is checkpointed",
         notes=("recomputation would start from the values that its forward has written",),
         helps=("write `x = x + y` in it, not `x += y`", "or checkpoint other modules"),
     )
@@ -184,7 +195,7 @@ def _class_name(module: nn.Module) -> str:
     return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 
 
-class Call:
+class ModuleCall:
     """One call of a module: all that its second run needs, except the tensors.
 
     inside  for each region around the call: the indices of the tensors that the region saves
@@ -193,7 +204,7 @@ class Call:
     def __init__(
         self,
         module: nn.Module,
-        rerun: Rerun,
+        rerun: RepeatableForward,
         within: Modules,
         save: tuple[str, ...] = (),
         chosen: frozenset[Key] = frozenset(),
@@ -203,15 +214,15 @@ class Call:
         self.needs_grad = [t.requires_grad for t in tensors]
         places = {id(t): k for k, t in reversed([*enumerate(tensors)])}
         self.first = [places[id(t)] for t in tensors]  # index of the first occurrence of each
-        self.draws, self.place = Draws(within, rerun.tensors), reentry()
-        self.before = Before(within)
-        self.forward, self.second = keeping(save, chosen)
+        self.draws, self.place = ReplayedState(within, rerun.tensors), restore_forward_context()
+        self.before = AttributeSnapshot(within)
+        self.forward, self.second = selective_contexts(save, chosen)
         self.inside: tuple[tuple[int, ...], ...] = ()
 
-    def alone(self, tensors: Sequence[Tensor]) -> Any:
+    def rerun_alone(self, tensors: Sequence[Tensor]) -> Any:
         """Run this call again by itself, with detached tensors."""
         arguments = self._arguments_of(tensors, lambda t, needs: t.detach().requires_grad_(needs))
-        with self.draws, self.before.again(), self.place, self.second:
+        with self.draws, self.before.restored(), self.place, self.second:
             return self.rerun(*arguments)
 
     def _arguments_of(
@@ -228,32 +239,32 @@ class Call:
 
     def run(self, around: tuple[Region, ...]) -> Any:
         """Run the call the first time, within these regions, the outermost first."""
-        tensors, before = self.rerun.taken(), versions(modules_in(self.module))
-        entered = counts(tensors)
+        tensors, before = self.rerun.release_tensors(), buffer_versions(modules_in(self.module))
+        entered = version_counts(tensors)
         with ExitStack() as stack:
             saved: list[tuple[int, ...]] = []
             for region in around:  # tensors saved by an inner region go to the outer one
-                saved.append(region.begin(self, tensors, len(saved)))
-                stack.enter_context(region.dropping())
+                saved.append(region.add_call(self, tensors, len(saved)))
+                stack.enter_context(region.drop_saved())
             self.inside = tuple(saved)
             stack.enter_context(self.forward)
             output = self.rerun(*tensors)
-        written_twice(self.module, before, modules_in(self.module))
-        self.before.settle(site() or _class_name(self.module))
-        overwritten(self.module, entered, tensors)
+        check_buffers(self.module, before, modules_in(self.module))
+        self.before.store_changes(current_site() or _class_name(self.module))
+        check_arguments(self.module, entered, tensors)
         for region in around:
-            region.made(output)
+            region.add_outputs(output)
         return output
 
-    def repeat(self, depth: int, tensors: Sequence[Tensor]) -> Any:
+    def rerun_in_region(self, depth: int, tensors: Sequence[Tensor]) -> Any:
         """Run the call again for the region at this depth; inner regions drop and save anew."""
         if isinstance(self.module, FSDPModule):
             self.module.unshard()  # its backward frees it, as usual
         arguments = self._arguments_of(tensors, _as_input)
-        with self.draws, self.before.again(), self.place, self.second, ExitStack() as stack:
+        with self.draws, self.before.restored(), self.place, self.second, ExitStack() as stack:
             for saved in self.inside[depth + 1 :]:
-                hold([tensors[k] for k in saved])
-                stack.enter_context(slot(_discard))
+                save_tensors([tensors[k] for k in saved])
+                stack.enter_context(pack_hooks(_discard))
             return self.rerun(*arguments)
 
 
@@ -275,13 +286,13 @@ def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection
     again. Raises Refusal when a forward changes a buffer, because the recomputation would change it
     again.
     """
-    assert set(save) <= set(CLASSES), save
+    assert set(save) <= set(OPERATOR_CLASSES), save
     layer = Checkpoint(module, tuple(sorted(save)))
     layer.chosen = frozenset(chosen)
     wrap(module, "checkpoint", layer)
 
 
-class Checkpoint(Policy):
+class Checkpoint(SavedTensorPolicy):
     """The policy that drops saved tensors, and makes them again by a second run of one module.
 
     Tensors in keyword arguments and containers are inputs too, so that hooks around the checkpoint
@@ -289,24 +300,26 @@ class Checkpoint(Policy):
     """
 
     def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
-        self.module, self.inside = module, Inside(module)
+        self.module, self.inside = module, ModuleWalk(module)
         self.save = save
         self.chosen: frozenset[Key] = frozenset()
 
-    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner` under the checkpoint."""
         if torch.compiler.is_compiling():
             return self._in_graph(inner, args, kwargs)
-        inside = self.inside.now()
-        before = versions(inside)
-        call = Call(self.module, Rerun(inner, args, kwargs), inside, self.save, self.chosen)
-        tensors = call.rerun.taken()
-        entered = counts(tensors)
-        with Again(call, hold(tensors)).dropping(), call.forward:
+        inside = self.inside.current()
+        before = buffer_versions(inside)
+        call = ModuleCall(
+            self.module, RepeatableForward(inner, args, kwargs), inside, self.save, self.chosen
+        )
+        tensors = call.rerun.release_tensors()
+        entered = version_counts(tensors)
+        with RecomputedCall(call, save_tensors(tensors)).drop_saved(), call.forward:
             out = call.rerun(*tensors)
-        written_twice(self.module, before, self.inside.now())
-        call.before.settle(site() or _class_name(self.module))
-        overwritten(self.module, entered, tensors)
+        check_buffers(self.module, before, self.inside.current())
+        call.before.store_changes(current_site() or _class_name(self.module))
+        check_arguments(self.module, entered, tensors)
         return out
 
     def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -317,26 +330,26 @@ class Checkpoint(Policy):
         """
         if self.chosen:
             torch._dynamo.graph_break("what a checkpoint keeps is counted call by call, eagerly")
-        run = partial(torch_checkpoint, partial(once, inner), use_reentrant=False)
+        run = partial(torch_checkpoint, partial(run_side_effects_once, inner), use_reentrant=False)
         if not self.save:
             return run(*args, **kwargs)
-        policy = partial(_policy, operators(self.save))
+        policy = partial(_policy, operators_of(self.save))
         saved = partial(create_selective_checkpoint_contexts, policy)
         return run(*args, context_fn=saved, **kwargs)
 
 
-class Again(Dropped):
+class RecomputedCall(DroppedTensors):
     """One call that is run again by itself."""
 
-    def __init__(self, call: Call, saved: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, call: ModuleCall, saved: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__()
         self.call, self.saved = call, saved
 
     def rerun(self) -> None:
         """Run the call again from its saved tensors."""
-        self.call.alone(self.saved())
+        self.call.rerun_alone(self.saved())
 
-    def names(self) -> str:
+    def describe_modules(self) -> str:
         """Return the class of the module."""
         return _class_name(self.call.module)
 
@@ -345,7 +358,7 @@ def _policy(
     saved: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Return torch's policy for the result of an operator: save these names, recompute others."""
-    keep = keeps(saved, operator, args, kwargs)
+    keep = is_saved_call(saved, operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -362,23 +375,25 @@ def _policy(
 Source = tuple[bool, int, int]  # made in the region?, index of the call, of the tensor
 
 
-def regions(modules: Sequence[nn.Module], tree: Tree, save: tuple[str, ...] = ()) -> None:
+def checkpoint_regions(
+    modules: Sequence[nn.Module], tree: RematTree, save: tuple[str, ...] = ()
+) -> None:
     """Recompute modules, which a model calls one after another, as the regions of a tree.
 
     `save` is that of `checkpoint`; it must be empty if regions are nested. A call out of order
     begins a region of its own. Gradients are equal bit for bit.
     """
-    chain = Chain(tree, save)
+    chain = RegionChain(tree, save)
     for place, module in enumerate(modules):
         if chain.paths[place]:
-            wrap(module, "checkpoint", Link(chain, place, module))
+            wrap(module, "checkpoint", RegionMember(chain, place, module))
 
 
-class Link(Policy):
+class RegionMember(SavedTensorPolicy):
     """The policy of one module of a chain: its saved tensors are restored with those of its
     region."""
 
-    def __init__(self, chain: Chain, place: int, module: nn.Module) -> None:
+    def __init__(self, chain: RegionChain, place: int, module: nn.Module) -> None:
         self.chain, self.place, self.module = chain, place, module
 
     @property
@@ -386,25 +401,27 @@ class Link(Policy):
         """The classes of operators whose results are saved."""
         return self.chain.save
 
-    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner` within its regions."""
-        call = Call(self.module, Rerun(inner, args, kwargs), modules_in(self.module), self.save)
+        call = ModuleCall(
+            self.module, RepeatableForward(inner, args, kwargs), modules_in(self.module), self.save
+        )
         return self.chain.call(self.place, call)
 
 
-class Chain:
+class RegionChain:
     """Modules that are called one after another, and the regions that are open in this pass."""
 
-    def __init__(self, tree: Tree, save: tuple[str, ...]) -> None:
-        self.tree, self.save, self.paths = tree, tuple(sorted(save)), paths(tree)
+    def __init__(self, tree: RematTree, save: tuple[str, ...]) -> None:
+        self.tree, self.save, self.paths = tree, tuple(sorted(save)), region_paths(tree)
         self.next = -1
         self.open: dict[int, Region] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionChain:
         """Return the chain of a copy of the modules, without open regions."""
-        return Chain(self.tree, self.save)
+        return RegionChain(self.tree, self.save)
 
-    def call(self, place: int, call: Call) -> Any:
+    def call(self, place: int, call: ModuleCall) -> Any:
         """Run one call of a module: in the open regions if the call is in order, else in new
         ones."""
         if place != self.next:
@@ -428,13 +445,13 @@ class Chain:
 class _Entry:
     """A call in one region: the source of each of its tensors."""
 
-    call: Call
+    call: ModuleCall
     depth: int
     sources: tuple[Source, ...]
     saved: Callable[[], Sequence[Tensor]]  # tensors from outside that no earlier call has saved
 
 
-class Region(Dropped):
+class Region(DroppedTensors):
     """Calls of modules that are recomputed together."""
 
     def __init__(self) -> None:
@@ -444,7 +461,7 @@ class Region(Dropped):
 
     # -- forward -----------------------------------------------------------------------------
 
-    def begin(self, call: Call, tensors: Sequence[Tensor], depth: int) -> tuple[int, ...]:
+    def add_call(self, call: ModuleCall, tensors: Sequence[Tensor], depth: int) -> tuple[int, ...]:
         """Add a call; save its tensors that are new in the region, and return their indices."""
         sources: list[Source] = []
         saved: list[int] = []
@@ -455,11 +472,11 @@ class Region(Dropped):
                 saved.append(place)
                 self._remember(source, tensor)
             sources.append(source)
-        held = hold([tensors[place] for place in saved])
+        held = save_tensors([tensors[place] for place in saved])
         self.entries.append(_Entry(call, depth, tuple(sources), held))
         return tuple(saved)
 
-    def made(self, output: Any) -> None:
+    def add_outputs(self, output: Any) -> None:
         """Remember the output tensors of the last call, because a later call may use them."""
         number = len(self.entries) - 1
         for k, leaf in enumerate(_leaves(output)):
@@ -478,10 +495,10 @@ class Region(Dropped):
         for entry in self.entries:
             saved.append(entry.saved())
             tensors = [(made if own else saved)[c][k] for own, c, k in entry.sources]
-            output = entry.call.repeat(entry.depth, tensors)
+            output = entry.call.rerun_in_region(entry.depth, tensors)
             made.append([_detach(leaf) for leaf in _leaves(output)])
 
-    def names(self) -> str:
+    def describe_modules(self) -> str:
         """Return the classes of the modules."""
         return ", ".join(dict.fromkeys(_class_name(e.call.module) for e in self.entries))
 
@@ -506,7 +523,7 @@ class _SeenTensor:
 
 def _as_input(tensor: Tensor, needs_grad: bool) -> Tensor:
     """Return an argument of a second run: detached, and it may be written into."""
-    return enter(tensor.detach().requires_grad_()) if needs_grad else tensor.detach()
+    return as_graph_input(tensor.detach().requires_grad_()) if needs_grad else tensor.detach()
 
 
 def _leaves(output: Any) -> list[Any]:

@@ -16,8 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.remat.operators import Key
-from schedlang.runtime.storage.saved import Kept, Pack, alias, policies, unpack
-from schedlang.runtime.tracing.meta import storage
+from schedlang.runtime.storage.saved_tensors_slot import (
+    Pack,
+    VersionedTensor,
+    alias,
+    policies,
+    unpack,
+)
+from schedlang.runtime.tracing.meta_runs import storage
 
 # ---- Collectives, whose results are saved so that no rank communicates twice.
 # torch's selective checkpointing saves the return value of an operator. The collectives of
@@ -70,16 +76,20 @@ def _written_tensors(args: tuple[Any, ...]) -> list[Tensor]:
 ATTENTION = "attention"  # whichever kernel computes it
 
 
-class Turns:
+class CallNumbers:
     """Numbers the calls of operators whose results could be saved, by operator."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.order: list[str] = []
 
-    def of(self, operator: Any, args: Any, kwargs: Any) -> Key | None:
+    def next_key(self, operator: Any, args: Any, kwargs: Any) -> Key | None:
         """Return the key of this call; None for a call that is not counted."""
-        if not fresh(operator) or not torch.is_grad_enabled() or draws(operator, args, kwargs):
+        if (
+            not is_functional(operator)
+            or not torch.is_grad_enabled()
+            or draws_random(operator, args, kwargs)
+        ):
             return None
         arguments = tree_leaves((args, kwargs))
         if not any(isinstance(one, Tensor) and one.requires_grad for one in arguments):
@@ -91,10 +101,10 @@ class Turns:
         return name, self.counts[name] - 1
 
 
-Wanted = Callable[[Any, Any, Any], bool]  # of a call: operator and arguments
+CallPredicate = Callable[[Any, Any, Any], bool]  # of a call: operator and arguments
 
 
-class Kinds:
+class CallNumbersByKind:
     """Numbers the calls that `wanted` accepts, among those with tensors of the same shapes.
 
     A call counts if an argument requires a gradient, even if autograd does not record it: the
@@ -104,12 +114,12 @@ class Kinds:
     make them.
     """
 
-    def __init__(self, wanted: Wanted, recorded: bool = False) -> None:
+    def __init__(self, wanted: CallPredicate, recorded: bool = False) -> None:
         self.wanted, self.recorded = wanted, recorded
         self.counts: Counter[Hashable] = Counter()
         self.order: list[str] = []
 
-    def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
+    def next_key(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
         """Return the key of this call; None for a call that is not wanted."""
         if not self.wanted(operator, args, kwargs):
             return None
@@ -125,16 +135,16 @@ class Kinds:
         return kind, self.counts[kind] - 1
 
 
-class Numbers(Protocol):
+class CallNumbering(Protocol):
     """Gives calls keys that are equal in both runs, and records the order of the calls."""
 
     order: list[str]
 
-    def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
+    def next_key(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
         """Return the key of this call; None for a call whose result is not saved."""
 
 
-class Numbered(TorchDispatchMode):
+class NumberedCalls(TorchDispatchMode):
     """Numbers the calls of operators in one run, and lets `gives` return their results.
 
     The mode sees higher-order operators (flex_attention), and leaves compiled code alone.
@@ -142,7 +152,7 @@ class Numbered(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, numbers: Callable[[], Numbers], gives: Gives) -> None:
+    def __init__(self, numbers: Callable[[], CallNumbering], gives: CallHandler) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers, self.gives = numbers, gives
         self.turns, self.sent = numbers(), 0
@@ -162,10 +172,10 @@ class Numbered(TorchDispatchMode):
         return self.gives(self, func, args, kwargs or {})
 
 
-Gives = Callable[[Numbered, Any, tuple[Any, ...], dict[str, Any]], Any]
+CallHandler = Callable[[NumberedCalls, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Chosen:
+class SelectiveModes:
     """Two dispatch modes over one store: `forward` saves chosen results, `second` returns them.
 
     Both number the calls; a second backward through a retained graph finds the same results again.
@@ -176,7 +186,7 @@ class Chosen:
 
     def __init__(
         self,
-        numbers: Callable[[], Numbers],
+        numbers: Callable[[], CallNumbering],
         chosen: Collection[Hashable] | None = None,
         keep: Pack | None = None,
         collectives: bool = False,
@@ -184,48 +194,48 @@ class Chosen:
         self.chosen, self.keep, self.collectives = chosen, keep, collectives
         self.order: list[str] = []
         self.store: dict[Hashable, Any] = {}
-        self.kept: dict[int, Kept] = {}  # by storage
+        self.kept: dict[int, VersionedTensor] = {}  # by storage
         self.sent: list[
-            tuple[list[Kept], Any]
+            tuple[list[VersionedTensor], Any]
         ] = []  # tensors written by each collective, its result
-        self.forward = Numbered(numbers, self._run_first)
-        self.second = Numbered(numbers, self._run_second)
+        self.forward = NumberedCalls(numbers, self._run_first)
+        self.second = NumberedCalls(numbers, self._run_second)
 
-    def _run_first(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_first(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
         self.order = run.turns.order
         if self.collectives and _is_collective(func):
             out = func(*args, **kwargs)
-            self.sent.append(([Kept(tensor) for tensor in _written_tensors(args)], out))
+            self.sent.append(([VersionedTensor(tensor) for tensor in _written_tensors(args)], out))
             return out
-        key = run.turns.of(func, args, kwargs)
+        key = run.turns.next_key(func, args, kwargs)
         out = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
-            self.store[key] = tree_map_only(Tensor, self.held, out)
+            self.store[key] = tree_map_only(Tensor, self.save, out)
             self.kept |= {storage(one.saved): one for one in _plain_results(self.store[key])}
         elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(storage(out))) is not None:
             one.watch(out)
         return out
 
-    def held(self, tensor: Tensor) -> Kept | _CodedResult:
+    def save(self, tensor: Tensor) -> VersionedTensor | _CodedResult:
         """Save a result."""
         coded = tensor if self.keep is None or policies.summed else self.keep(tensor)
-        return Kept(tensor) if coded is tensor else _CodedResult(coded)
+        return VersionedTensor(tensor) if coded is tensor else _CodedResult(coded)
 
-    def _run_second(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_second(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
         if self.collectives and _is_collective(func):
             return self._replay_collective(run, func, args, kwargs)
-        key = run.turns.of(func, args, kwargs)
+        key = run.turns.next_key(func, args, kwargs)
         if key is not None:
             self._check(run.turns.order)
         saved = self.store.get(key)
-        if saved is None or any(one.stale for one in _plain_results(saved)):
+        if saved is None or any(one.is_stale for one in _plain_results(saved)):
             return func(*args, **kwargs)
-        return tree_map_only((Kept, _CodedResult), lambda one: alias(unpack(one)), saved)
+        return tree_map_only((VersionedTensor, _CodedResult), lambda one: alias(unpack(one)), saved)
 
-    def _replay_collective(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _replay_collective(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
         saved, out = self.sent[run.sent]
         run.sent += 1
-        if any(one.stale for one in saved):
+        if any(one.is_stale for one in saved):
             return func(*args, **kwargs)
         for target, source in zip(_written_tensors(args), saved, strict=True):
             target.copy_(source.saved)
@@ -240,9 +250,9 @@ class Chosen:
             )
 
 
-def _plain_results(value: Any) -> list[Kept]:
+def _plain_results(value: Any) -> list[VersionedTensor]:
     """Return the results that are saved unquantized."""
-    return [one for one in tree_leaves(value) if isinstance(one, Kept)]
+    return [one for one in tree_leaves(value) if isinstance(one, VersionedTensor)]
 
 
 class _CodedResult:
@@ -267,7 +277,7 @@ def name_of(operator: Any) -> str:
     return str(operator.name() if schema is None else schema.name)
 
 
-def fresh(operator: Any) -> bool:
+def is_functional(operator: Any) -> bool:
     """Return whether an operator returns new tensors, and writes into none."""
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
@@ -277,7 +287,7 @@ def fresh(operator: Any) -> bool:
     return all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
 
 
-def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call advances the random state.
 
     Operators of packages may not declare that they draw; for these a rate of dropout decides.
@@ -323,35 +333,35 @@ _OPERATORS = {
         "_c10d_functional::broadcast _c10d_functional::wait_tensor"
     ),
 }
-CLASSES = tuple(_OPERATORS)
+OPERATOR_CLASSES = tuple(_OPERATORS)
 
 
-def numbers(
+def numbering_of(
     save: tuple[str, ...], chosen: frozenset[Key], coded: bool
-) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
+) -> tuple[Callable[[], CallNumbering], Collection[Hashable] | None]:
     """Return the numbering of calls whose results may be saved, and the saved keys (None: all).
 
     The rounding of `coded` results depends on their numbers, so only calls that every layout
     records may get one.
     """
     if chosen:
-        return Turns, chosen
-    return partial(Kinds, partial(keeps, operators(save)), coded), None
+        return CallNumbers, chosen
+    return partial(CallNumbersByKind, partial(is_saved_call, operators_of(save)), coded), None
 
 
-def operators(save: tuple[str, ...]) -> frozenset[str]:
+def operators_of(save: tuple[str, ...]) -> frozenset[str]:
     """Return the names of the operators of some classes."""
     return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
 
 
-def keeps(saved: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
+def is_saved_call(saved: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the result of a call is saved: of these operators, functional,
     deterministic."""
-    wanted = name_of(operator) in saved or ("attention" in saved and attends(operator))
-    return wanted and fresh(operator) and not draws(operator, args, kwargs)
+    wanted = name_of(operator) in saved or ("attention" in saved and is_attention(operator))
+    return wanted and is_functional(operator) and not draws_random(operator, args, kwargs)
 
 
-def attends(operator: Any) -> bool:
+def is_attention(operator: Any) -> bool:
     """Return whether an operator of a package is the forward of an attention, by its name.
 
     Such as `flash_attn::_flash_attn_forward`; operators that write into an argument do not count.
@@ -360,4 +370,4 @@ def attends(operator: Any) -> bool:
     text = name_of(operator).lower()
     back = any(word in text for word in ("backward", "bwd", "grad"))
     named = "attn" in text or "attention" in text
-    return space not in ("aten", "prims") and named and not back and fresh(operator)
+    return space not in ("aten", "prims") and named and not back and is_functional(operator)

@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2): what it holds gathered, and runs without values; its private parts."""
+"""Patches of fully_shard (FSDP2): gathers, inputs, views, offloaded gradients, dry runs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.profiler import record_function
 
-from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, written_into
-from schedlang.runtime.device import settled
+from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, write_back
+from schedlang.runtime.device import host_wait
 
 _UNMARKED = nullcontext()
 
 
-def _marked(name: str, args: str | None = None) -> AbstractContextManager[Any]:
-    """Return torch's mark for its profiler where one is at work; else a mark costs two operators.
+def _profiler_mark(name: str, args: str | None = None) -> AbstractContextManager[Any]:
+    """Return torch's profiler mark if a profiler is active; else a mark would cost two operators.
 
-    There are eight of them for each unit and microbatch, which every function mode sees.
+    There are eight marks for each unit and microbatch, and every function mode sees them.
     """
     return record_function(name, args) if _autograd._profiler_enabled() else _UNMARKED
 
 
 _autograd: Any = torch.autograd
 _marking: Any = _fsdp_param_group
-_marking.record_function = _marked
+_marking.record_function = _profiler_mark
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
-    """The groups of parameters that a unit gathers together; mostly one."""
+    """Return the groups of parameters that a unit gathers together; usually one."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one at most
@@ -45,10 +45,18 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def end_gather(unit: FSDPModule) -> None:
-    """End a gather that was begun for a unit that did not run.
+def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
+    """Let `refuse` answer where torch only says that it copies no such module."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            made: Any = type(one)  # a class that torch has made
+            made.__deepcopy__ = refuse
 
-    Else the unit's next forward would take what was gathered for values of now.
+
+def end_unused_gather(unit: FSDPModule) -> None:
+    """End a prefetched gather for a unit that did not run.
+
+    Otherwise the unit's next forward would use the stale gathered values.
     """
     for group in groups_of(unit):
         if group._all_gather_result is not None:
@@ -57,27 +65,29 @@ def end_gather(unit: FSDPModule) -> None:
 
 
 class _WaitOnce:
-    """An event that the host waits for once, however many ask."""
+    """An event that the host waits for once, however often it is called."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event: torch.Event | None = event
 
     def synchronize(self) -> None:
-        """Wait, if nobody has."""
+        """Wait, at the first call."""
         event, self.event = self.event, None
-        settled(event)
+        host_wait(event)
 
 
-def offloaded(
+def offloaded_gradients(
     group: Any, leaving: Callable[[nn.Parameter], bool]
 ) -> list[tuple[nn.Parameter, Any]]:
-    """The parameters whose gradients a group has reduced and copied to the host, of those that are
-    `leaving`; with an event that ends when they are there, or None.
+    """Return the parameters that are `leaving` whose gradients a group copies to the host, with
+    events.
 
-    torch would wait for each at the end of backward, and add another microbatch's to it at once.
+    A group reduces gradients and copies them to the host; the event is reached when the copies are
+    there, or None. torch would wait for each copy at the end of backward, and at once add the next
+    microbatch's gradient.
     """
     held = [one for one in group.fsdp_params if leaving(one.sharded_param)]
-    # one stream has made them all: the last event stands for those before it
+    # one stream made them all: the last event covers the earlier ones
     events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
     event: Any = _WaitOnce(events[-1]) if events else None
     for one in held:
@@ -85,47 +95,48 @@ def offloaded(
     return [(one.sharded_param, event) for one in held]
 
 
-def keep_inputs(unit: FSDPModule, overwrites: bool = False) -> None:
-    """Let a unit's module be given the containers that its caller holds, not copies of them.
+def keep_containers(unit: FSDPModule, overwrites: bool = False) -> None:
+    """Let a unit's module get its caller's containers instead of copies.
 
-    Before a forward fully_shard puts other tensors in the place of those that need a gradient, in
-    copies of the dicts and lists around them: what a module writes into one (keys and values that
-    later layers read) would be lost, and nobody would say so.  After the forward what the module
-    did not write itself is as it was.
+    Before a forward, fully_shard replaces the tensors that need a gradient, in copies of the dicts
+    and lists around them: what a module writes into such a container (keys and values for later
+    layers) would be silently lost. After the forward, entries that the module did not write are
+    restored.
 
-    A module that `overwrites` tensors that it is given cannot write into those that fully_shard
-    puts there, which are views.  It writes into clones, whose values the caller's tensors then get.
+    A module that `overwrites` input tensors cannot write into fully_shard's replacements, which are
+    views. It writes into clones, whose values are then copied to the caller's tensors.
     """
     for group in groups_of(unit):
-        _keep(group, overwrites)
+        _keep_containers(group, overwrites)
 
 
-def _keep(group: Any, overwrites: bool) -> None:
+def _keep_containers(group: Any, overwrites: bool) -> None:
     before, after = group._register_post_backward_hook, group.post_forward
     undo: Undo = []
     clones: list[tuple[Tensor, Tensor]] = []
 
     def registered(args: Any, kwargs: Any) -> tuple[Any, Any]:
-        undo.clear()  # of a forward that has failed
+        undo.clear()  # left by a forward that failed
         given = tuple(args), dict(kwargs)
         changed = before(*given)
         if overwrites:
-            changed = _cloned(given, changed, clones)
-        found: tuple[Any, Any] = written_into(given, changed, undo)
+            changed = _clone_inputs(given, changed, clones)
+        found: tuple[Any, Any] = write_back(given, changed, undo)
         return found
 
     def ended(*given: Any) -> Any:
         while undo:
             undo.pop()()
         output = after(*given)
-        return _given_back(output, clones) if clones else output
+        return _write_back(output, clones) if clones else output
 
     group._register_post_backward_hook, group.post_forward = registered, ended
 
 
-def _cloned(given: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
-    """Clones in place of what was put in place of the caller's tensors; `clones`: both of each."""
-    clones.clear()  # of a forward that has failed
+def _clone_inputs(given: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
+    """Clone the tensors that replace the caller's; `clones` collects (caller's tensor, clone)
+    pairs."""
+    clones.clear()  # left by a forward that failed
     leaves, spec = tree_flatten(changed)
     for place, (mine, new) in enumerate(zip(tree_leaves(given), leaves, strict=True)):
         if new is not mine:
@@ -134,9 +145,9 @@ def _cloned(given: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> An
     return spec.unflatten(leaves)
 
 
-def _given_back(output: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
-    """Write into the caller's tensors what was written into their clones; an output that is such a
-    clone is the caller's tensor."""
+def _write_back(output: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copy modified clones to the caller's tensors; outputs that are clones become these
+    tensors."""
     mine = {}
     while clones:
         one, clone = clones.pop()
@@ -149,16 +160,16 @@ def _given_back(output: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def gather_for_views(unit: FSDPModule) -> None:
-    """Let a unit gather for its backward where an output is a view that is later written into.
+    """Let a unit gather for its backward if an output is a view that is modified in place later.
 
-    torch asks for the gather by a hook of each output.  A write in place into a view gives it
-    another node, without that hook: parameters are not there, and torch warns of every view.  The
-    node that made what is viewed stays; if the unit's own forward made it, the hook is there.
+    torch triggers the gather by a hook on each output. An in-place change of a view gives it
+    another node, without that hook: parameters are not gathered, and torch warns for every view.
+    The node of the view's base stays; if the unit's own forward made it, the hook goes there.
     """
     state: Any = unit._get_fsdp_state()
     plain, first = state._register_pre_backward_hook, [0]
     for group in groups_of(unit):
-        _count_from(group, first)
+        _note_first_node(group, first)
 
     def gather(unused: Any) -> None:
         state._pre_backward(None)
@@ -166,7 +177,7 @@ def gather_for_views(unit: FSDPModule) -> None:
     def hooked(output: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return plain(output)
-        for one in _outputs(output):
+        for one in _gradient_outputs(output):
             node: Any = None if one._base is None else one._base.grad_fn
             if node is not None and node._sequence_nr() >= first[0]:
                 node.register_prehook(gather)
@@ -177,8 +188,8 @@ def gather_for_views(unit: FSDPModule) -> None:
     state._register_pre_backward_hook = hooked
 
 
-def _count_from(group: Any, first: list[int]) -> None:
-    """Keep the number of the node that a group's forward will make first."""
+def _note_first_node(group: Any, first: list[int]) -> None:
+    """Store the sequence number of the first node that a group's forward will make."""
     before = group._register_post_backward_hook
 
     def registered(args: Any, kwargs: Any) -> Any:
@@ -189,12 +200,12 @@ def _count_from(group: Any, first: list[int]) -> None:
     group._register_post_backward_hook = registered
 
 
-# of torch 2.13; versions before it look into what pytrees know
+# of torch 2.13; earlier versions use pytrees
 _collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 
 
-def _outputs(output: Any) -> Iterable[Tensor]:
-    """The tensors of an output that need a gradient, as torch finds them."""
+def _gradient_outputs(output: Any) -> Iterable[Tensor]:
+    """Return the tensors of an output that need a gradient, as torch finds them."""
     if _collect is not None:
         found: Iterable[Tensor] = _collect(output)
         return found
@@ -202,21 +213,23 @@ def _outputs(output: Any) -> Iterable[Tensor]:
     return (one for one in tensors if one.requires_grad)
 
 
-def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Let a group run, when its backward has ended, what `make` makes of torch's own function."""
+def wrap_post_backward(
+    group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    """Wrap the function that a group runs after its backward by `make`."""
     group.post_backward = make(group.post_backward)
 
 
-def name_in(unit: FSDPModule, held: Any) -> str:
-    """The name inside a unit of a parameter that it gathers."""
+def parameter_name(unit: FSDPModule, held: Any) -> str:
+    """Return the name, inside a unit, of a parameter that the unit gathers."""
     info = held._module_info
     modules = unit.named_modules()  # type: ignore[attr-defined]
     prefix = next((name for name, child in modules if child is info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
 
-class Shard:
-    """A slice of a parameter, which fully_shard gathers from wherever `home` lies."""
+class ZeroSlice:
+    """A ZeRO slice of a parameter, which fully_shard gathers from the tensor `home`."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -227,14 +240,14 @@ class Shard:
         flat: Tensor = self._held._sharded_param_data
         return flat
 
-    def laid(self, value: Tensor) -> Tensor:
-        """The values of a slice as they lie."""
+    def as_stored(self, value: Tensor) -> Tensor:
+        """Return the values of a slice, flat and padded."""
         flat = torch.zeros_like(self.home, device="cpu")
         flat[: value.numel()].copy_(value.reshape(-1))
         return flat
 
-    def settle(self, home: Tensor) -> None:
-        """Let the slice lie there from now on."""
+    def set_home(self, home: Tensor) -> None:
+        """Store the slice in this tensor from now on."""
         held = self._held
         dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
         held._sharded_param_data = home
@@ -243,29 +256,29 @@ class Shard:
         held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
 
 
-def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
-    """The slices that units gather, by parameter."""
+def shards_of(units: Iterable[FSDPModule]) -> dict[Any, ZeroSlice]:
+    """Return the slices that units gather, by parameter."""
     groups = [group for unit in units for group in groups_of(unit)]
-    return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+    return {one.sharded_param: ZeroSlice(one) for group in groups for one in group.fsdp_params}
 
 
 @contextmanager
-def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Let units run on the meta device, which they refuse by themselves."""
+def on_meta_device(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, within the block, which fully_shard refuses."""
     for unit in units:
         for group in groups_of(unit):
             group._validate_no_meta_params = lambda: None
             group.device = torch.device("meta")
-            for one in group.fsdp_params:  # those that are cast are put together there
+            for one in group.fsdp_params:  # parameters that are cast are gathered on this device
                 one.device = torch.device("meta")
     names = vars(_fsdp_collectives)
     before = names["_get_device_handle"]
-    names["_get_device_handle"] = partial(_handle, before)
+    names["_get_device_handle"] = partial(_device_handle, before)
     try:
         yield
     finally:
         names["_get_device_handle"] = before
 
 
-def _handle(plain: Callable[[str], Any], device: str) -> Any:
+def _device_handle(plain: Callable[[str], Any], device: str) -> Any:
     return plain("cpu" if device == "meta" else device)

@@ -1,7 +1,6 @@
-"""Numbers of hooks: torch counts them by process, and modules bring theirs along.
+"""Numbers of hooks: torch counts them per process, and unpickled modules keep their own.
 
-A hook of a module that was sent here, or loaded whole, is replaced by one that is added under the
-same number.
+A hook of a received or loaded module would be replaced by a new hook with the same number.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ import sys
 
 
 def next_hook_number() -> int:
-    """Tell the number of this process's next hook: 0 where torch is not imported, which stays so.
+    """Return the number of this process's next hook: 0 if torch is not imported, and do not import
+    it.
 
-    Importing it starts threads (those of numpy's linear algebra), and a process with threads is not
-    forked from.
+    Importing torch starts threads (those of numpy's linear algebra), and a process with threads
+    must not be forked.
     """
     hooks = sys.modules.get("torch.utils.hooks")
     return hooks.RemovableHandle.next_id if hooks else 0
 
 
 def number_hooks_from(least: int) -> None:
-    """Give hooks that are added from now on numbers of at least this one."""
+    """Number the hooks that are added from now on from at least `least`."""
     from torch.utils.hooks import RemovableHandle
 
     RemovableHandle.next_id = max(RemovableHandle.next_id, least)

@@ -1,15 +1,16 @@
-"""torch.nn.attention: the names of kernels, made fit to be sent to another process."""
+"""A patch of torch.nn.attention that makes names of kernels picklable."""
 
 from __future__ import annotations
 
 import sys
 
 
-def let_kernels_travel() -> None:
-    """Name `SDPBackend` as its module does, so that pickle finds it; at once where it is loaded.
+def make_kernel_names_picklable() -> None:
+    """Fix the qualified name of `SDPBackend`, so that pickle finds it; only if it is imported.
 
-    torch renames the class but not its qualified name, by which pickle looks. So a module that
-    holds a kernel's name cannot be pickled: it is taken for a class made at run time.
+    torch renames the class but not its qualified name, by which pickle looks it up. Without this, a
+    module that holds a kernel's name cannot be pickled by name: it is taken for a class made at run
+    time.
     """
     if "torch.nn.attention" in sys.modules:
         from torch.nn.attention import SDPBackend

@@ -1,8 +1,8 @@
-"""torch.compile: a rule of dynamo that is mended, its checks of one call, backwards in two parts.
+"""Patches of torch.compile: a fixed rule of dynamo, recomputed side effects, two-part backwards.
 
-* Losses that are modules. torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into
-  the graph as one of tensors, and fails on a stand-in; the function asks its arguments, as it
-  does outside of a graph.
+* Losses that are modules. dynamo's rule for `nn.CrossEntropyLoss()` puts a call on tensors into the
+  graph, and fails on lazy logits; the function itself dispatches on its arguments, as it does
+  outside of a graph.
 * What a graph recomputes; how many graphs one function may have.
 * Gradients of collectives, in graphs of torch 2.11.
 * Backwards in two parts.
@@ -18,14 +18,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn import functional as F
 
-_EARLY = torch.__version__ < "2.12"  # of those that may be installed, 2.11
+_EARLY = torch.__version__ < "2.12"  # 2.11 is the only such version that can be installed
 _done: list[bool] = []
 
 
-def follow_losses() -> bool:
-    """Let dynamo's rule call the function where the logits are no tensor; while it traces, once.
+def patch_loss_modules() -> bool:
+    """Let dynamo's rule call the function if the logits are no tensor; patched once, while it
+    traces.
 
-    Whether it could be done: a torch that makes such losses in another way is left alone.
+    Returns whether it was patched: a torch version without this rule is not changed.
     """
     if not _done:
         _done.append(_patched())
@@ -57,29 +58,30 @@ def _patched() -> bool:
     return True
 
 
-# torch.compiler.assume_constant_result, which would import all of the compiler
-follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# as torch.compiler.assume_constant_result does, which would import all of the compiler
+patch_loss_modules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function in a part of a graph that is recomputed; Python that it runs, runs once.
+def run_side_effects_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a recomputed part of a graph; its Python side effects happen once.
 
-    dynamo refuses code there that changes what is outside, for eagerly it would do so twice: what
-    arrived at a block, the dtype of a region.  These are changed back before the part ends.
+    dynamo refuses code there that changes outer state, because in eager mode the change would
+    happen twice: the arrived inputs of a block, the dtype of a region. These changes are undone
+    before the part ends.
     """
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as run
 
     return run(function, *args, **kwargs)
 
 
-def compiled(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
-    """Compile a function as one graph for each kind of call, and at most so many graphs."""
+def compile_one_graph(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
+    """Compile a function as one graph per kind of call, with at most `limit` graphs."""
     own: dict[str, Any] = {} if _EARLY else {"recompile_limit": limit}
     made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **own)
     if not _EARLY:
         return made
 
-    def limited(*args: Any, **kwargs: Any) -> Any:  # there is one limit, for all
+    def limited(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 has one limit for all functions
         from torch._dynamo import config
 
         with config.patch(recompile_limit=limit):
@@ -91,10 +93,10 @@ def compiled(function: Callable[..., Any], limit: int, backend: Any) -> Callable
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def fresh(collective: T) -> T:
-    """Let a collective give another tensor than the one that it fills, in a graph of torch 2.11.
+def returns_new_tensor(collective: T) -> T:
+    """Let a collective return another tensor than the one that it fills, in a graph of torch 2.11.
 
-    There the gradient of a function of autograd that returns what it wrote in place is zero.
+    There the gradient of an autograd function that returns a tensor written in place is zero.
     """
     if not _EARLY:
         return collective
@@ -111,11 +113,11 @@ _kept: list[bool] = []
 
 
 def keep_buffers() -> None:
-    """Let backwards of what is compiled from now on be run in two parts, in this process, for good.
+    """Let backwards compiled from now on be run in two parts, in this process, permanently.
 
-    torch lets a compiled backward overwrite what its forward saved, which the second part needs;
-    it refuses two parts of such a graph.  Keys of its caches do not say whether a graph does so:
-    they are told apart from now on, also for backwards that are compiled when they are first run.
+    torch lets a compiled backward overwrite tensors saved by its forward, which the second part
+    needs; it refuses two parts of such a graph. The keys of its caches do not include this, so the
+    key's tag is changed; this also holds for backwards that are compiled at their first run.
     """
     if not _kept:
         _kept.append(True)
@@ -128,12 +130,12 @@ def keeps_buffers() -> bool:
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Compile graphs inside: once `keep_buffers` was called, the backward of none overwrites what
-    its forward saved.
+def compile_keeping_buffers() -> Iterator[None]:
+    """Compile graphs within the block whose backward, after `keep_buffers`, overwrites no saved
+    tensor.
 
-    functorch's own setting, `donated_buffer`, is not it: turned off while a graph is compiled, two
-    parts of it are still refused; turned off when they run, graphs that overwrite are not.
+    functorch's own setting, `donated_buffer`, does not do this: disabled while a graph is compiled,
+    two parts are still refused; disabled at run time, overwriting graphs are not refused.
     """
     if not _kept:
         yield

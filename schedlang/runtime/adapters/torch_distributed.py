@@ -1,4 +1,4 @@
-"""torch.distributed: functions replaced for a time, groups counted that are never made."""
+"""Patches of torch.distributed: functions replaced for a while, groups counted but not made."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put other functions into torch.distributed, by name, for the time of a block."""
+def replace_functions(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of torch.distributed, by name, within the block."""
     before = {name: getattr(dist, name) for name in functions}
     try:
         for name, function in functions.items():
@@ -23,11 +23,12 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def counted_from(number: int) -> Iterator[None]:
-    """Name the groups that are made inside by a number of one's own, not by how many there were.
+def name_groups_from(number: int) -> Iterator[None]:
+    """Name groups made within the block by this number, not by the count of groups.
 
-    Ranks of a part of a job make groups that others do not hear of, and still name them alike; what
-    torch offers for that (`use_local_synchronization`) hangs on what else a rank has made.
+    Ranks of a part of a job make groups that other ranks do not know, and must still name them
+    equally; torch's own option for that (`use_local_synchronization`) depends on the other groups
+    of a rank.
     """
     world = dist.distributed_c10d._world
     before, world.group_count = world.group_count, number
@@ -38,10 +39,10 @@ def counted_from(number: int) -> Iterator[None]:
 
 
 def count_groups(number: int) -> None:
-    """Count groups that this rank is not in, as if it had been asked to make each of them.
+    """Count groups that this rank is not in, as if `new_group` had been called for each.
 
-    torch names a group by how many were asked for before, and all ranks have to name it alike.
-    `new_group` does nothing else where it is not a member, but takes as long as there are groups,
-    of which a world has as many as ranks.
+    torch names a group by the number of groups before it, and all ranks must use the same name. For
+    a non-member `new_group` does nothing else, but takes time linear in the number of groups, of
+    which a world has as many as ranks.
     """
     dist.distributed_c10d._world.group_count += number

@@ -1,9 +1,4 @@
-"""Tensors and storages: `.data =` between unlike devices, backward, what is resized.
-
-* Tensors: `.data =` between unlike devices, when backward comes to what made a tensor, and backward
-  from roots that are known to fit.
-* Storages of tensors that are made larger or smaller, heard of.
-"""
+"""Patches of torch's tensors and storages: `.data =` between devices, backward, resizing."""
 
 from __future__ import annotations
 
@@ -18,10 +13,10 @@ from torch.autograd import Variable
 from schedlang.runtime.device import on_host
 
 
-def assignable(
+def patch_data_assignment(
     across: Callable[[Any, Any], bool], put: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Let `a.data = b` be `put(a, b)` where `across(a, b)`, in this process, for good."""
+    """Let `a.data = b` call `put(a, b)` where `across(a, b)`, in this process, permanently."""
     old: Any = torch._C.TensorBase.data
     compatible = torch._has_compatible_shallow_copy_type
 
@@ -39,23 +34,24 @@ def assignable(
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
 
 
-def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
-    """Let backward run what made this tensor as soon as its gradient is there; the tensor again.
+def run_first_in_backward(made: torch.Tensor) -> torch.Tensor:
+    """Give a tensor's node the highest priority in backward; return the tensor.
 
-    Backward goes by age, the youngest node first.  What many microbatches use is older than all of
-    the later ones, so gradients would pile up in front of it, until all else of a backward is done.
+    Backward runs the youngest node first. A node that is used by many microbatches is older than
+    all later nodes, so gradients would accumulate in front of it until the rest of the backward is
+    done.
     """
     node: Any = made.grad_fn
     if node is not None:
-        node._set_sequence_nr(2**63 - 1)  # as nodes that add to a leaf's gradient have it
+        node._set_sequence_nr(2**63 - 1)  # like nodes that accumulate a leaf's gradient
     return made
 
 
-def backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
-    """Add up the gradients of leaves, from gradients that are shaped as their roots are.
+def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
+    """Accumulate gradients of leaves, from gradients that have the shapes of their roots.
 
-    `torch.autograd.backward` looks whether they are, in Python, before its engine does; it goes
-    where a mode or a class of its own is to hear of it, or threads of a device need more.
+    `torch.autograd.backward` checks the shapes in Python, before its engine does. It is called if a
+    function mode or a tensor class must see the call, or if device threads need more setup.
     """
     plain = not _len_torch_function_stack()
     if plain and all([type(grad) is torch.Tensor and on_host(grad) for grad in grads]):
@@ -66,14 +62,14 @@ def backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
     torch.autograd.backward(roots, grads)
 
 
-Heard = Callable[[torch.UntypedStorage, int], None]
+ResizeListener = Callable[[torch.UntypedStorage, int], None]
 
 
 @contextmanager
-def resizes(heard: Heard) -> Iterator[None]:
-    """Tell, for the time of a block, of each storage that is resized, and to how many bytes.
+def listen_to_resizes(heard: ResizeListener) -> Iterator[None]:
+    """Call `heard` within the block for each resized storage, with its new size in bytes.
 
-    No dispatch mode sees that: fully_shard frees and fills what it gathers by it.
+    No dispatch mode sees this: fully_shard frees and fills gathered parameters by resizing.
     """
     plain = torch.UntypedStorage.resize_
 

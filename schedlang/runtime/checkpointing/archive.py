@@ -19,39 +19,45 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
-from schedlang.runtime.checkpointing import steps
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
+from schedlang.runtime.checkpointing import checkpoint_folders
 from schedlang.runtime.checkpointing.boxes import (
-    Boxed,
-    indexed,
-    no_memory,
-    plain_torch,
+    BoxedTensor,
+    describe_failure,
+    is_out_of_memory,
+    out_of_memory,
     read_together,
     read_value,
-    reason,
-    starved,
-    write,
+    without_function_modes,
+    write_file,
+    write_index,
     zeros,
 )
-from schedlang.runtime.checkpointing.holding import Holding
-from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Index, Unreadable, state_of
-from schedlang.runtime.checkpointing.moments import (
-    Moments,
-    boxed_residue,
-    describe_moments,
+from schedlang.runtime.checkpointing.holdings import Holding
+from schedlang.runtime.checkpointing.index import (
+    DTYPE_NAMES,
+    DTYPES,
+    Index,
+    Unreadable,
+    index_state,
+)
+from schedlang.runtime.checkpointing.optimizer_state import (
+    SavedOptimizer,
+    describe_optimizer,
     describe_residue,
     empty_residue,
     group_mismatch,
-    load_moments,
-    moment_parts,
+    load_optimizer,
+    optimizer_tensors,
+    residue_tensors,
     restore_residue,
     trained_parameters,
 )
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.grad_reduction.zero import reshard
-from schedlang.runtime.storage.coded import all_opened
-from schedlang.runtime.storage.folder import together
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.grad_reduction.zero import reshard_all
+from schedlang.runtime.storage.folder import run_on_all_ranks
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
+from schedlang.runtime.storage.quantized_parameters import open_quantized
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -63,10 +69,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _MOST = 1 << 62
-Is = Callable[[Any], bool]
+Predicate = Callable[[Any], bool]
 
 
-def checked(found: Any) -> dict[str, Any]:
+def check_contents(found: Any) -> dict[str, Any]:
     """Return the contents of a checkpoint, as `save` writes them. Raises Unreadable."""
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise Unreadable(f"its version is not {VERSION}")
@@ -122,7 +128,7 @@ def _check_optimizer_entries(optim: dict[str, Any]) -> None:
             raise Unreadable(f"`{min(twice)}` of `{name}` is in the optimizer's state twice")
 
 
-def _check_entries(found: Any, at: str, **wanted: Is) -> None:
+def _check_entries(found: Any, at: str, **wanted: Predicate) -> None:
     """Check that each of these entries exists and has the right type."""
     if not isinstance(found, dict):
         raise Unreadable(f"`{at.rstrip('.')}` is not a table")
@@ -177,14 +183,14 @@ def _is_plain(found: Any) -> bool:
     return found is None or isinstance(found, bool | int | float | str)
 
 
-def _table_of(right: Is) -> Is:
+def _table_of(right: Predicate) -> Predicate:
     def of_each(found: Any) -> bool:
         return isinstance(found, dict) and all(_is_text(k) and right(v) for k, v in found.items())
 
     return of_each
 
 
-def _list_of(right: Is) -> Is:
+def _list_of(right: Predicate) -> Predicate:
     return lambda found: isinstance(found, list | tuple) and all(map(right, found))
 
 
@@ -195,7 +201,7 @@ CONTENTS = ("schedlang",)  # path of the contents that are no tensors
 BESIDE = ("beside",)  # path of data of a caller, by rank
 _Model = dict[str, Tensor]  # parts of this rank
 _Moments = dict[tuple[str, str], Tensor]
-_Found = tuple[dict[str, Any], Moments, _Model, _Moments, list[Boxed]]
+_Found = tuple[dict[str, Any], SavedOptimizer, _Model, _Moments, list[BoxedTensor]]
 PATIENCE = 20.0  # seconds to retry a load while another job saves and removes checkpoints
 
 FAILURES = (OSError, Unreadable)
@@ -216,14 +222,14 @@ def save(
     `step-00000012`, and `latest` names the last one when it is completely on the disk. Then `keep -
     1` older ones stay (None: all). Each rank writes the parts for which it is primary, as boxes of
     full tensors by original name, in the format of torch.distributed.checkpoint, and plain data
-    given as `beside`. Raises Refusal S631, S632, S637 or S638 on all ranks; then every older
+    given as `read_beside`. Raises Refusal S631, S632, S637 or S638 on all ranks; then every older
     checkpoint is unchanged.
     """
-    begun(program, path, keep, beside).write()
+    prepare_checkpoint(program, path, keep, beside).write()
 
 
 @dataclass(frozen=True)
-class Begun:
+class PreparedCheckpoint:
     """A checkpoint whose values are known and not written yet; `write` writes them."""
 
     target: Path
@@ -232,7 +238,7 @@ class Begun:
     rank: int
     world: int
     keep: int | None
-    tensors: list[Boxed]
+    tensors: list[BoxedTensor]
     values: dict[tuple[str, ...], Any]
 
     def write(self) -> None:
@@ -240,25 +246,27 @@ class Begun:
         diagnose = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
 
         def fill(folder: Path) -> None:
-            mine = together(
-                lambda: write(folder, self.id, self.rank, self.tensors, self.values),
+            mine = run_on_all_ranks(
+                lambda: write_file(folder, self.id, self.rank, self.tensors, self.values),
                 diagnose,
                 (Exception,),
             )
             everyone = comm.gather_object(mine)
-            together(
-                lambda: indexed(folder, self.id, everyone) if self.rank == 0 else None, diagnose
+            run_on_all_ranks(
+                lambda: write_index(folder, self.id, everyone) if self.rank == 0 else None, diagnose
             )
 
-        steps.save_step(self.target, self.id, self.step, self.rank, self.keep, fill, diagnose)
+        checkpoint_folders.save_step(
+            self.target, self.id, self.step, self.rank, self.keep, fill, diagnose
+        )
 
 
-def begun(
+def prepare_checkpoint(
     program: Program,
     path: str | os.PathLike[str],
     keep: int | None,
     beside: Mapping[str, Any] | None,
-) -> Begun:
+) -> PreparedCheckpoint:
     """Collect the values to save, with the program's own tensors; all ranks together.
 
     Raises Refusal S631 or S637 on all ranks.
@@ -267,11 +275,13 @@ def begun(
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
         raise _bad_keep(keep)
-    beside_data = together(
+    beside_data = run_on_all_ranks(
         lambda: _check_beside(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
     )
-    target, id_ = comm.broadcast_object(0, (steps.resolved(path), secrets.token_hex(8)))
-    moments = describe_moments(program)
+    target, id_ = comm.broadcast_object(
+        0, (checkpoint_folders.resolve_folder(path), secrets.token_hex(8))
+    )
+    moments = describe_optimizer(program)
     contents = {
         "version": VERSION,
         "step": program.step,
@@ -280,27 +290,28 @@ def begun(
         "buffers": {
             name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()
         },
-        "dtypes": dtypes(program),
+        "dtypes": tensor_dtypes(program),
         "ties": [list(names) for names in a.ties],
         "sums": describe_residue(program),
-        "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
+        "loss scale": program.loss_scale.state() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     if beside_data is not None:
         values[*BESIDE, str(rank)] = beside_data
-    tensors = _box_tensors(program, model_parts(program), moment_parts(program))
-    tensors += boxed_residue(program)
-    return Begun(target, id_, program.step, rank, world, keep, tensors, values)
+    tensors = _box_tensors(program, model_parts(program), optimizer_tensors(program))
+    tensors += residue_tensors(program)
+    return PreparedCheckpoint(target, id_, program.step, rank, world, keep, tensors, values)
 
 
 def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the data given as `beside`, as it will be read. Raises ValueError if it cannot be."""
+    """Return the data given as `read_beside`, as it will be read. Raises ValueError if it cannot
+    be."""
     if beside is None:
         return None
     found: dict[str, Any] = {}
     for name, value in beside.items():
         try:
-            with plain_torch():
+            with without_function_modes():
                 data = io.BytesIO()
                 torch.save(value, data)
                 data.seek(0)
@@ -313,15 +324,15 @@ def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return found
 
 
-def beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None:
+def read_beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None:
     """Read the data that a rank has saved beside the last checkpoint of a folder, or a given one.
 
     Return None if there are none; each rank reads for itself. Raises Refusal S633.
     """
-    folder = target = steps.resolved(path)
+    folder = target = checkpoint_folders.resolve_folder(path)
     try:
-        target, id_ = steps.to_load(folder)
-        index = steps.checked_index(target, id_)
+        target, id_ = checkpoint_folders.find_checkpoint(folder)
+        index = checkpoint_folders.checked_index(target, id_)
         where = (*BESIDE, str(rank))
         if ".".join(where) not in index.values:
             return None
@@ -342,12 +353,14 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
     damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks, before anything
     is changed.
     """
-    folder = comm.broadcast_object(0, steps.resolved(path))
+    folder = comm.broadcast_object(0, checkpoint_folders.resolve_folder(path))
     end = time.monotonic() + PATIENCE
     while True:
         target, id_ = comm.broadcast_object(
             0,
-            together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES),
+            run_on_all_ranks(
+                lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
+            ),
         )
         try:
             found = _read(program, folder, target, id_, fresh)
@@ -360,30 +373,34 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
     contents, optim, model, moments, sums = found
     if not fresh:
         _copy_values(program, model)
-    load_moments(program, optim, moments)
+    load_optimizer(program, optim, moments)
     restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
-        program.loss_scale.put_back(contents.get("loss scale"))
+        program.loss_scale.restore(contents.get("loss scale"))
     program.step = contents["step"]
-    taken(program)
+    settle_loaded(program)
 
 
-def taken(program: Program) -> None:
+def settle_loaded(program: Program) -> None:
     """Move new values to their tiers; free parameters that were gathered from the old ones."""
-    reshard(program.assembly.sliced)
+    reshard_all(program.assembly.sliced)
     if program.offloaded is not None:
-        program.offloaded.settle(program.optimizer)
+        program.offloaded.store_all(program.optimizer)
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
     """Return on the first rank the checkpoint to load; on others the folder."""
-    return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
+    return (
+        checkpoint_folders.find_checkpoint(folder)
+        if program.assembly.ranks.rank == 0
+        else (folder, None)
+    )
 
 
 def _has_new_checkpoint(folder: Path, target: Path) -> bool:
     """Return whether another checkpoint than `target` is the last one now."""
     try:
-        return steps.to_load(folder)[0] != target
+        return checkpoint_folders.find_checkpoint(folder)[0] != target
     except FAILURES:
         return False
 
@@ -394,12 +411,12 @@ def _read(
     """Read and check this rank's parts of a checkpoint; those of the model in place if `fresh`."""
 
     def reading(step: Callable[[], Any]) -> Any:  # a crafted folder may raise anything
-        return together(step, partial(_unread, folder, target), (Exception,))
+        return run_on_all_ranks(step, partial(_unread, folder, target), (Exception,))
 
     before, index, contents = reading(lambda: _read_contents(target, id_))
-    first = comm.broadcast_object(0, index.mark)
-    reading(lambda: _check_unchanged(target, before, index.mark == first))
-    optim = Moments(**contents["optimizer"])
+    first = comm.broadcast_object(0, index.fingerprint)
+    reading(lambda: _check_unchanged(target, before, index.fingerprint == first))
+    optim = SavedOptimizer(**contents["optimizer"])
     _check_fit(program, contents, optim)
     model, moments, sums = reading(lambda: _allocate(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
@@ -414,14 +431,14 @@ def _read(
 
 
 def _allocate(
-    program: Program, contents: Mapping[str, Any], optim: Moments, fresh: bool
-) -> tuple[_Model, _Moments, list[Boxed]]:
+    program: Program, contents: Mapping[str, Any], optim: SavedOptimizer, fresh: bool
+) -> tuple[_Model, _Moments, list[BoxedTensor]]:
     """Return tensors for the parts of this rank: model, optimizer state, compressed reductions."""
     model = model_parts(program)
     if not fresh:
         model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
     moments = {
-        (name, key): zeros(local(parameter).shape, DTYPES[dtype])
+        (name, key): zeros(local_tensor(parameter).shape, DTYPES[dtype])
         for name, parameter in trained_parameters(program).items()
         for key, dtype in optim.parts.get(name, {}).items()
     }
@@ -431,7 +448,7 @@ def _allocate(
 def _check_unchanged(target: Path, before: tuple[int, ...], same: bool = True) -> None:
     if not same:
         raise Unreadable("the ranks have read different checkpoints")
-    if state_of(target) != before:
+    if index_state(target) != before:
         raise Unreadable("it was changed while it was read")
 
 
@@ -440,26 +457,28 @@ def _check_unchanged(target: Path, before: tuple[int, ...], same: bool = True) -
 
 def model_parts(program: Program) -> dict[str, Tensor]:
     """Return this rank's parts of parameters, and all buffers, to be written in place."""
-    parts = {name: local(parameter) for name, parameter in program.assembly.parameters.items()}
+    parts = {
+        name: local_tensor(parameter) for name, parameter in program.assembly.parameters.items()
+    }
     return parts | {
         name: buffer.detach() for name, buffer in program.assembly.saved_buffers.items()
     }
 
 
-def dtypes(program: Program) -> dict[str, str]:
+def tensor_dtypes(program: Program) -> dict[str, str]:
     """Return the dtypes of all parameters, also those of other ranks, and of buffers."""
     tensors = {**dict(program.assembly.module.named_parameters()), **program.assembly.saved_buffers}
     return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
 
 
-def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
+def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[BoxedTensor]:
     """Return these parts as boxes of full tensors, each written by one of its ranks."""
     a = program.assembly
     mesh, rank = a.ranks.mesh, a.ranks.rank
 
-    def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> Boxed:
-        held_part, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
-        return Boxed(path, part, holding.layout.shape, held_part, primary)
+    def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> BoxedTensor:
+        held_part, primary = holding.part(mesh, rank), holding.is_primary(mesh, rank)
+        return BoxedTensor(path, part, holding.layout.shape, held_part, primary)
 
     where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
     found = [boxed(("model", name), where[name], part) for name, part in model.items()]
@@ -474,18 +493,18 @@ def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Box
 
 def _read_contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
     """Return the index and contents of a checkpoint, and the state of the index file."""
-    index = steps.checked_index(target, id_)
-    return state_of(target), index, checked(read_value(target, index, CONTENTS))
+    index = checkpoint_folders.checked_index(target, id_)
+    return index_state(target), index, check_contents(read_value(target, index, CONTENTS))
 
 
-def _check_fit(program: Program, contents: Mapping[str, Any], optim: Moments) -> None:
+def _check_fit(program: Program, contents: Mapping[str, Any], optim: SavedOptimizer) -> None:
     """Raise the same Refusal on all ranks if the checkpoint does not fit the program."""
     a = program.assembly
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     here |= {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()}
     saved = {**contents["parameters"], **contents["buffers"]}
     _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
-    known = dtypes(program)
+    known = tensor_dtypes(program)
     for name, shape in here.items():
         ours, theirs = (known[name], shape), (contents["dtypes"][name], saved[name])
         if ours != theirs:
@@ -494,10 +513,10 @@ def _check_fit(program: Program, contents: Mapping[str, Any], optim: Moments) ->
                 f"`{name}` was saved as {_describe_kind(theirs)}, but is {_describe_kind(ours)}",
                 helps=("load it into a program of the same model and dtype",),
             )
-    check_moments(program, optim)
+    check_optimizer(program, optim)
 
 
-def check_moments(program: Program | None, optim: Moments) -> bool:
+def check_optimizer(program: Program | None, optim: SavedOptimizer) -> bool:
     """Refuse the state of another optimizer (S636); return whether any rank can load it.
 
     `program` is None on a rank that has no part of it.
@@ -516,7 +535,7 @@ def check_moments(program: Program | None, optim: Moments) -> bool:
     return bool(kinds)
 
 
-def _check_optimizer(kind: str, names: set[str], optim: Moments) -> None:
+def _check_optimizer(kind: str, names: set[str], optim: SavedOptimizer) -> None:
     if optim.kind is None:
         raise _other_optimizer("the checkpoint was saved without an optimizer")
     if optim.kind != kind:
@@ -530,14 +549,14 @@ def _same_names(
     code: str, title: str, saved: Iterable[str], here: Iterable[str], help_: str
 ) -> None:
     missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
-    notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
-    notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
+    notes = [f"missing in the checkpoint: {quote_names(missing)}"] if missing else []
+    notes += [f"not in the model: {quote_names(unknown)}"] if unknown else []
     if notes:
         raise Refusal.of(code, title, notes=tuple(notes), helps=(help_,))
 
 
 def _copy_values(program: Program, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad(), all_opened(program.assembly.parameters.values()):
+    with torch.no_grad(), open_quantized(program.assembly.parameters.values()):
         for name, part in model_parts(program).items():
             part.copy_(values[name])
 
@@ -553,7 +572,7 @@ def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
     return Diagnostic(
         "S631",
         f"cannot write a checkpoint into `{target}`",
-        notes=(where + reason(error), "what was there before is unchanged"),
+        notes=(where + describe_failure(error), "what was there before is unchanged"),
         helps=("give a different folder, one that every rank can write",),
     )
 
@@ -568,13 +587,13 @@ def _bad_keep(keep: Any) -> Refusal:
 
 
 def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
-    if no_memory(error):
-        return starved(target, error)
-    older = steps.last_whole(folder, target)
+    if is_out_of_memory(error):
+        return out_of_memory(target, error)
+    older = checkpoint_folders.last_complete(folder, target)
     return Diagnostic(
         "S633",
         f"cannot read the checkpoint `{target}`",
-        notes=(reason(error), "the program is unchanged"),
+        notes=(describe_failure(error), "the program is unchanged"),
         helps=("give the folder that `program.save` wrote",)
         if older is None
         else (f"load another checkpoint of this folder: `{older}`",),

@@ -18,32 +18,32 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime import device as devices
-from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch
+from schedlang.runtime.checkpointing.boxes import BoxedTensor, without_function_modes
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.launch.heart import inside
+from schedlang.runtime.launch.hang_watch import waits_for_ranks
 
 if TYPE_CHECKING:
-    from schedlang.runtime.checkpointing.archive import Begun
+    from schedlang.runtime.checkpointing.archive import PreparedCheckpoint
 
 PURPOSE = "saves"  # of the process group of the writing threads
 
 
 @dataclass(eq=False)
-class Background:
+class BackgroundSave:
     """The save in flight of a program, and the host memory for its copies.
 
     copies   by index of the tensor: allocated by the first save, reused by later ones
-    failure  the error that ended the last save, equal on all ranks; raised once, by `end`
+    failure  the error that ended the last save, equal on all ranks; raised once, by `wait`
     """
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
     copies: dict[int, Tensor] = field(default_factory=dict)
 
-    def begin(self, begun: Begun, world: comm.World) -> None:
+    def start(self, begun: PreparedCheckpoint, world: comm.World) -> None:
         """Copy the values, and start to write them; all ranks together, with no save in flight."""
-        with comm.apart(world, PURPOSE):
-            _ = world.control  # created here, where all ranks are together
+        with comm.enter_thread_groups(world, PURPOSE):
+            _ = world.control_group  # created here, where all ranks are together
         ready = self._copy_tensors(begun.tensors)
         held = replace(begun, tensors=ready[0], values=copy.deepcopy(begun.values))
         self.thread = threading.Thread(
@@ -52,10 +52,10 @@ class Background:
         self.thread.start()
         atexit.register(self._at_exit)
 
-    def end(self) -> None:
+    def wait(self) -> None:
         """Wait for the save in flight. Raises the error that has ended it."""
         if self.thread is not None:
-            with inside():  # a wait for other ranks
+            with waits_for_ranks():  # a wait for other ranks
                 self.thread.join()
             self.thread = None
             atexit.unregister(self._at_exit)
@@ -63,29 +63,33 @@ class Background:
         if failure is not None:
             raise failure
 
-    def _write(self, begun: Begun, copied: list[torch.Event], world: comm.World) -> None:
+    def _write(
+        self, begun: PreparedCheckpoint, copied: list[torch.Event], world: comm.World
+    ) -> None:
         try:
-            with comm.apart(world, PURPOSE):
+            with comm.enter_thread_groups(world, PURPOSE):
                 for event in copied:  # then the device has copied all
-                    devices.settled(event)
+                    devices.host_wait(event)
                 begun.write()
-        except BaseException as error:  # raised by the next `end`, in the main thread
+        except BaseException as error:  # raised by the next `wait`, in the main thread
             self.failure = error
 
     def _at_exit(self) -> None:
         """Wait at the end of a process, except after an error: other ranks may be gone."""
         if self.thread is not None and getattr(sys, "last_value", None) is None:
-            with inside():
+            with waits_for_ranks():
                 self.thread.join()
 
-    def _copy_tensors(self, tensors: list[Boxed]) -> tuple[list[Boxed], list[torch.Event]]:
+    def _copy_tensors(
+        self, tensors: list[BoxedTensor]
+    ) -> tuple[list[BoxedTensor], list[torch.Event]]:
         """Return copies of the parts that this rank writes, in host memory, and events behind them.
 
         An accelerator copies in the order of its stream, before any later work: the host does not
         wait, and the next step changes nothing that is still to be copied.
         """
         found, streams = [], {}
-        with plain_torch(), torch.no_grad():
+        with without_function_modes(), torch.no_grad():
             for place, one in enumerate(tensors):
                 if not one.primary:
                     continue
@@ -98,5 +102,5 @@ class Background:
                 if devices.on_accelerator(source):
                     streams[source.device] = devices.current_stream(source.device)
                 found.append(replace(one, local=into))
-        events = [devices.record(stream) for stream in streams.values()]
+        events = [devices.mark_stream(stream) for stream in streams.values()]
         return found, [event for event in events if event is not None]

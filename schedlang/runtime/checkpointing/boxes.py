@@ -1,6 +1,6 @@
 """Full tensors in a folder as boxes, each written by one rank and read back in any other boxes.
 
-`write` and `indexed` write a folder; `read` and `read_together` read parts of it.
+`write_file` and `write_index` write a folder; `read_parts` and `read_together` read parts of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -34,37 +35,37 @@ from torch.utils.serialization import config
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.runtime.checkpointing.index import (
-    BY_NAME,
-    DCPS,
+    CHECKSUMS,
+    DCP_INDEX_FILE,
     DTYPE_NAMES,
     DTYPES,
-    MINE,
+    INDEX_FILE,
     Checksum,
-    Entry,
+    FilePlace,
     Index,
-    Place,
-    Stored,
+    StoredBox,
+    TensorEntry,
     Unreadable,
-    encoded,
+    encode_index,
     row_of,
 )
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import HOST
-from schedlang.runtime.redistribution.carry import move
+from schedlang.runtime.redistribution.execution import redistribute_tensors
 from schedlang.runtime.redistribution.route import TensorLayout
 from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Array,
-    Part,
-    Parts,
     Sharding,
-    copied,
-    count,
+    SliceArray,
+    TensorSlice,
+    copy_overlap,
+    count_elements,
+    full_slice,
+    overlap_sizes,
     overlaps,
-    volumes,
-    whole,
 )
-from schedlang.runtime.storage.folder import sync, together
+from schedlang.runtime.storage.folder import run_on_all_ranks, sync
 
 # The files have the format of torch.distributed.checkpoint (DCP), so that its tools can read them:
 # in each file one box after the other as `torch.save` writes it, and an index of all. They are
@@ -79,7 +80,7 @@ _DCP_VERSION = "1.0.0"
 
 
 @dataclass(frozen=True)
-class Boxed:
+class BoxedTensor:
     """A full tensor by its part on this rank.
 
     path     its place in the nested dict that DCP's own tools make of a folder
@@ -91,7 +92,7 @@ class Boxed:
     path: Path_
     local: Tensor
     shape: tuple[int, ...]
-    part: Part
+    part: TensorSlice
     primary: bool = True
 
     @property
@@ -100,14 +101,14 @@ class Boxed:
         return ".".join(self.path)
 
 
-def held_whole(path: Path_, tensor: Tensor, *, primary: bool = True) -> Boxed:
+def replicated_tensor(path: Path_, tensor: Tensor, *, primary: bool = True) -> BoxedTensor:
     """Return a tensor that every rank holds in full."""
     shape = tuple(tensor.shape)
-    return Boxed(path, tensor, shape, whole(shape), primary)
+    return BoxedTensor(path, tensor, shape, full_slice(shape), primary)
 
 
 @contextmanager
-def plain_torch() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
     """Disable function modes: one that upcasts float32 would misread stored bytes."""
     with torch._C.DisableTorchFunction():
         yield
@@ -115,7 +116,7 @@ def plain_torch() -> Iterator[None]:
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros on the CPU, whatever function mode is active; so padding is always zero."""
-    with plain_torch():
+    with without_function_modes():
         return torch.zeros(tuple(shape), dtype=dtype)
 
 
@@ -126,16 +127,16 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class _WrittenFile:
     """The file of a rank: the entries of its boxes and values, and their paths."""
 
-    tensors: dict[str, Entry]
-    values: dict[str, Place]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, FilePlace]
     paths: dict[str, Path_]
     length: int = 0
 
 
-def write(
-    folder: Path, id_: str, rank: int, tensors: Sequence[Boxed], values: Mapping[Path_, Any]
+def write_file(
+    folder: Path, id_: str, rank: int, tensors: Sequence[BoxedTensor], values: Mapping[Path_, Any]
 ) -> _WrittenFile:
-    """Write the boxes and values of this rank into its file; `indexed` completes the folder.
+    """Write the boxes and values of this rank into its file; `write_index` completes the folder.
 
     values  anything that `torch.load(weights_only=True)` reads; each is written by one rank
 
@@ -144,7 +145,7 @@ def write(
     name, done = f"__{rank}_0.distcp", _WrittenFile({}, {}, {})
     fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with (
-        plain_torch(),
+        without_function_modes(),
         fewer,
         (folder / name).open("xb", buffering=0) as file,
     ):
@@ -155,12 +156,12 @@ def write(
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.primary):
             rows = []
-            for box in overlaps(tensor.part, whole(tensor.shape)):
+            for box in overlaps(tensor.part, full_slice(tensor.shape)):
                 part = _on_host(box.view(tensor.local, box.here))
-                rows.append(row_of(Stored(box.there, box.size, writer.item(name, part)), 0))
+                rows.append(row_of(StoredBox(box.there, box.size, writer.item(name, part)), 0))
             if rows:
                 key, kind = tensor.key, DTYPE_NAMES[tensor.local.dtype]
-                done.tensors[key] = Entry(key, tensor.shape, kind, np.array(rows), (name,))
+                done.tensors[key] = TensorEntry(key, tensor.shape, kind, np.array(rows), (name,))
                 done.paths[key] = tensor.path
         writer.flush()
         done.length = writer.at
@@ -168,11 +169,11 @@ def write(
     return done
 
 
-def indexed(folder: Path, id_: str, everyone: Sequence[_WrittenFile]) -> None:
+def write_index(folder: Path, id_: str, everyone: Sequence[_WrittenFile]) -> None:
     """Write the two indexes of the folder: our own, and that of DCP. Raises OSError."""
-    kinds: dict[str, Entry] = {}
+    kinds: dict[str, TensorEntry] = {}
     rows: dict[str, list[Array]] = {}
-    values: dict[str, Place] = {}
+    values: dict[str, FilePlace] = {}
     paths: dict[str, Path_] = {}
     for rank, found in enumerate(everyone):
         for key, entry in found.tensors.items():
@@ -188,7 +189,10 @@ def indexed(folder: Path, id_: str, everyone: Sequence[_WrittenFile]) -> None:
         for key, entry in kinds.items()
     }
     index = Index(id_, tensors, values, lengths)
-    for name, data in ((DCPS, _dcp_index(index, paths)), (MINE, encoded(index))):
+    for name, data in (
+        (DCP_INDEX_FILE, _dcp_index(index, paths)),
+        (INDEX_FILE, encode_index(index)),
+    ):
         with (folder / name).open("xb") as file:
             file.write(data)
             file.flush()
@@ -220,7 +224,7 @@ class _Writer:
         self.sum = Checksum()
         self.failure: OSError | None = None
 
-    def item(self, name: str, value: Any) -> Place:
+    def item(self, name: str, value: Any) -> FilePlace:
         """Write one box or value by `torch.save`; our checksum replaces that of torch."""
         at, self.sum, self.summed = self.at, Checksum(), self.used
         try:
@@ -231,7 +235,7 @@ class _Writer:
         if self.failure is not None:  # torch reports it differently, or not at all
             raise self.failure
         self._add()
-        return Place(name, at, self.at - at, self.sum.value)
+        return FilePlace(name, at, self.at - at, self.sum.value)
 
     def write(self, data: Any) -> int:
         """Write all of the data; large data in pieces that the checksum has just read into
@@ -287,31 +291,31 @@ def _dcp_index(index: Index, paths: Mapping[str, Path_]) -> bytes:
     return pickle.dumps(Metadata(held, dict(paths), where, meta, _DCP_VERSION))
 
 
-def _storage_info(place: Place) -> _StorageInfo:
+def _storage_info(place: FilePlace) -> _StorageInfo:
     return _StorageInfo(place.file, place.at, place.length)
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-Shared = Mapping[str, list[int]]  # by key: boxes that one rank reads for all
-ALIVE = 16 << 20  # bytes that a rank reads before it sends them, or one box
+SharedBoxes = Mapping[str, list[int]]  # by key: boxes that one rank reads for all
+LIVE_BYTES = 16 << 20  # bytes that a rank reads before it sends them, or one box
 
 
-def read(
+def read_parts(
     folder: Path,
     index: Index,
-    tensors: Sequence[Boxed],
-    but: Shared = MappingProxyType({}),
+    tensors: Sequence[BoxedTensor],
+    but: SharedBoxes = MappingProxyType({}),
 ) -> None:
     """Read the parts of this rank, without other ranks. Raises Unreadable or OSError.
 
     Every box that is read is checked in full: its checksum, its dtype, its size.
     """
-    wanted: dict[str, list[tuple[Boxed, Entry, Stored]]] = defaultdict(list)
-    known: dict[tuple[Parts, Part], Array] = {}  # layers have equal parts
+    wanted: dict[str, list[tuple[BoxedTensor, TensorEntry, StoredBox]]] = defaultdict(list)
+    known: dict[tuple[SliceArray, TensorSlice], Array] = {}  # layers have equal parts
     for tensor in tensors:
-        if not (size := count(tensor.part)):
+        if not (size := count_elements(tensor.part)):
             continue
         entry = index.tensors.get(tensor.key)
         if entry is None or entry.shape != tensor.shape:
@@ -321,7 +325,9 @@ def read(
             raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
         kinds = entry.parts, tensor.part
         if kinds not in known:
-            known[kinds] = volumes(entry.parts, Parts.of([tensor.part], len(entry.shape)))[:, 0]
+            known[kinds] = overlap_sizes(
+                entry.parts, SliceArray.from_slices([tensor.part], len(entry.shape))
+            )[:, 0]
         common = known[kinds].copy()
         if common.sum() != size:
             raise Unreadable(f"parts of `{tensor.key}` are not in it")
@@ -332,14 +338,14 @@ def read(
         with _open_checked(folder, index, name) as file:
             for tensor, entry, box in sorted(wanted[name], key=lambda one: one[2].place.at):
                 value = _read_box(file, index, entry, box)
-                with plain_torch():
-                    copied(value, box.part, tensor.local, tensor.part)
+                with without_function_modes():
+                    copy_overlap(value, box.part, tensor.local, tensor.part)
 
 
 def read_together(
     folder: Path,
     index: Index,
-    tensors: Sequence[Boxed],
+    tensors: Sequence[BoxedTensor],
     shardings: Mapping[str, Sharding],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
@@ -354,7 +360,7 @@ def read_together(
         (set(found), ranks) for found, ranks in world.ranks_by_object([one.key for one in tensors])
     ]
     holders = {
-        key: one.on([r for found, ranks in keys if key in found for r in ranks])
+        key: one.restrict_to([r for found, ranks in keys if key in found for r in ranks])
         for key, one in shardings.items()
     }
 
@@ -363,20 +369,22 @@ def read_together(
         for turn in turns:
             for (key, _), (_, some) in turn.items():
                 but[key] += some
-        read(folder, index, tensors, but)
+        read_parts(folder, index, tensors, but)
         return turns
 
-    turns = together(first, diagnose, (Exception,))
+    turns = run_on_all_ranks(first, diagnose, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
     for turn in turns:
-        mine = together(lambda: _read_for_others(folder, index, turn), diagnose, (Exception,))  # noqa: B023
+        mine = run_on_all_ranks(
+            partial(_read_for_others, folder, index, turn), diagnose, (Exception,)
+        )
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
-        move(
+        redistribute_tensors(
             {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in turn.items()},
             {name: TensorLayout(holders[name[0]], item[name]) for name in turn},
             mine.__getitem__,
             lambda name: local[name[0]],
-            ALIVE // 4,
+            LIVE_BYTES // 4,
             HOST,
             gaps=True,
         )
@@ -391,14 +399,14 @@ def _plan_rounds(index: Index, shardings: Mapping[str, Sharding], size: int) -> 
     ranks."""
     known: dict[Any, Array] = {}
     turns: list[_Round] = []
-    loads, alive = np.zeros(size, np.int64), np.full(size, ALIVE)
+    loads, alive = np.zeros(size, np.int64), np.full(size, LIVE_BYTES)
     for key, sharding in shardings.items():
         entry = index.tensors.get(key)
         if entry is None or entry.shape != sharding.shape:
             continue  # who holds a part refuses it
         kind = entry.parts, sharding.parts
         if (found := known.get(kind)) is None:
-            found = known[kind] = volumes(*kind)
+            found = known[kind] = overlap_sizes(*kind)
         common = found * (sharding.copies > 0)
         readers: dict[int, list[int]] = defaultdict(list)
         for k in np.flatnonzero(((common > 0) & (common < entry.parts.sizes[:, None])).any(1)):
@@ -412,11 +420,11 @@ def _plan_rounds(index: Index, shardings: Mapping[str, Sharding], size: int) -> 
             of[list(some)] = range(len(some))
             boxes = list(some.values())
             bytes_ = entry.sizes[boxes]
-            if (alive[list(some)] + bytes_ > ALIVE).any():
+            if (alive[list(some)] + bytes_ > LIVE_BYTES).any():
                 turns.append({})
                 alive[:] = 0
             alive[list(some)] += bytes_
-            source = Sharding(entry.shape, entry.parts.some(boxes), of)
+            source = Sharding(entry.shape, entry.parts.select(boxes), of)
             turns[-1][key, turn] = source, boxes
     return turns
 
@@ -425,15 +433,15 @@ def _read_for_others(folder: Path, index: Index, turn: _Round) -> dict[tuple[str
     """Read the boxes that this rank sends to others."""
     found, rank = {}, world.rank()
     for name, (sharding, boxes) in turn.items():
-        if sharding.of[rank] != NOWHERE:
+        if sharding.part_of_rank[rank] != NOWHERE:
             entry = index.tensors[name[0]]
-            box = entry.box(boxes[sharding.of[rank]])
+            box = entry.box(boxes[sharding.part_of_rank[rank]])
             with _open_checked(folder, index, box.place.file) as file:
                 found[name] = _read_box(file, index, entry, box)
     return found
 
 
-def _read_box(file: IO[bytes], index: Index, entry: Entry, box: Stored) -> Tensor:
+def _read_box(file: IO[bytes], index: Index, entry: TensorEntry, box: StoredBox) -> Tensor:
     value: Tensor = _load_value(
         file, index, box.place, f"box {_describe_box(box)} of `{entry.key}`"
     )
@@ -482,21 +490,21 @@ def _open_checked(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _load_value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
+def _load_value(file: IO[bytes], index: Index, place: FilePlace, what: str) -> Any:
     """Load a value that `torch.save` wrote, of plain data only."""
     file.seek(place.at)
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")
     try:
         data = file.read(place.length)
-        if place.check is not None and BY_NAME[index.sums](data) != place.check:
+        if place.check is not None and CHECKSUMS[index.sums](data) != place.check:
             raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
-        with plain_torch():
+        with without_function_modes():
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
     except (OSError, Unreadable):
         raise
     except Exception as error:  # damaged bytes may raise anything
-        if no_memory(error):
+        if is_out_of_memory(error):
             raise MemoryError(
                 f"{what} takes {place.length:,} bytes, and as many while it is read"
             ) from error
@@ -504,7 +512,7 @@ def _load_value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
         raise Unreadable(f"`{place.file}` is damaged at {what}: {line}") from error
 
 
-def _check_value(value: Any, entry: Entry, box: Stored) -> None:
+def _check_value(value: Any, entry: TensorEntry, box: StoredBox) -> None:
     """Refuse a value that is not the box of the index."""
     plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
     if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
@@ -513,11 +521,11 @@ def _check_value(value: Any, entry: Entry, box: Stored) -> None:
         )
 
 
-def _describe_box(box: Stored) -> str:
+def _describe_box(box: StoredBox) -> str:
     return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(box.whole, box.size)) + "]"
 
 
-def no_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is a lack of memory: of Python, of torch, or of the system."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
@@ -525,12 +533,15 @@ def no_memory(error: BaseException) -> bool:
     return starving or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
-def starved(path: Path, error: BaseException) -> Diagnostic:
+def out_of_memory(path: Path, error: BaseException) -> Diagnostic:
     """Return the message for a lack of memory in a read (S633)."""
     return Diagnostic(
         "S633",
         f"there is no memory to read `{path}`",
-        notes=(f"rank {world.rank()}: {reason(error)}", "nothing in it was found to be damaged"),
+        notes=(
+            f"rank {world.rank()}: {describe_failure(error)}",
+            "nothing in it was found to be damaged",
+        ),
         helps=(
             "load on more ranks, or in a layout where each rank holds less",
             "read it while the program is built, `build(weights=path)`: no shard is held twice",
@@ -538,7 +549,7 @@ def starved(path: Path, error: BaseException) -> Diagnostic:
     )
 
 
-def reason(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return a failure in one line."""
     text = str(error).strip().partition("\n")[0]
     named = isinstance(error, OSError | Unreadable | MemoryError)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from schedlang.runtime.redistribution.sharding import Array, Part, Parts, box_part
+from schedlang.runtime.redistribution.sharding import Array, SliceArray, TensorSlice, box_slice
 
 # ---- The checksum of a stored box.
 # The CRC-32 of sums of its words, as fast as memory is read.
@@ -112,15 +112,18 @@ def _sums_of_each_512(data: bytes) -> int:
     return zlib.crc32(data[whole:], zlib.crc32(np.einsum("ij->i", words).data))
 
 
-NAME = "crc32 of sums of words 16376 bytes apart"
-BEFORE = "crc32 of sums of each 512 bytes"  # of older folders, which do not name it
-BY_NAME: dict[str, Callable[[bytes], int]] = {NAME: checksum, BEFORE: _sums_of_each_512}
+CHECKSUM_NAME = "crc32 of sums of words 16376 bytes apart"
+OLD_CHECKSUM_NAME = "crc32 of sums of each 512 bytes"  # of older folders, which do not name it
+CHECKSUMS: dict[str, Callable[[bytes], int]] = {
+    CHECKSUM_NAME: checksum,
+    OLD_CHECKSUM_NAME: _sums_of_each_512,
+}
 
 
 # ---- The index.
 
 
-MINE, DCPS = "schedlang.json", ".metadata"
+INDEX_FILE, DCP_INDEX_FILE = "schedlang.json", ".metadata"
 VERSION, VERSIONS = 4, (2, 3, 4)  # of our own index: written, and readable
 NO_SUM = -1  # the checksum of a box in folders without checksums
 _FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -158,7 +161,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Bytes in a file of the folder; `check`: their checksum, None in older folders."""
 
     file: str
@@ -168,21 +171,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBox:
     """A box of a tensor: its start in the full tensor, its size, its place in a file."""
 
     whole: tuple[int, ...]
     size: tuple[int, ...]
-    place: Place
+    place: FilePlace
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TensorSlice:
         """The box as a part of the tensor."""
-        return box_part(self.whole, self.size)
+        return box_slice(self.whole, self.size)
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class TensorEntry:
     """A full tensor, in boxes.
 
     found   for each box a row: its start in the full tensor, its size, the number of its file,
@@ -202,34 +205,34 @@ class Entry:
         """The checked rows of all boxes. Raises Unreadable."""
         if not isinstance(self.found, bytes):
             return _check_rows(self, self.found)
-        with _decoding(MINE):
+        with _decoding(INDEX_FILE):
             return _check_rows(self, json.loads(self.found)["boxes"])
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> SliceArray:
         """The boxes as parts of the tensor."""
         dims = len(self.shape)
-        return Parts.boxes(self.rows[:, :dims], self.rows[:, dims : 2 * dims])
+        return SliceArray.from_boxes(self.rows[:, :dims], self.rows[:, dims : 2 * dims])
 
     @cached_property
     def sizes(self) -> Array:
         """The bytes of each box."""
         return self.parts.sizes * DTYPES[self.dtype].itemsize
 
-    def box(self, k: int) -> Stored:
+    def box(self, k: int) -> StoredBox:
         """Return one of the boxes."""
         row, dims = self.rows[k].tolist(), len(self.shape)
         file, at, length, check = row[2 * dims :]
-        place = Place(self.files[file], at, length, check if check != NO_SUM else None)
-        return Stored(tuple(row[:dims]), tuple(row[dims : 2 * dims]), place)
+        place = FilePlace(self.files[file], at, length, check if check != NO_SUM else None)
+        return StoredBox(tuple(row[:dims]), tuple(row[dims : 2 * dims]), place)
 
     @property
-    def boxes(self) -> list[Stored]:
+    def boxes(self) -> list[StoredBox]:
         """All boxes."""
         return [self.box(k) for k in range(len(self.rows))]
 
 
-def row_of(box: Stored, file: int) -> list[int]:
+def row_of(box: StoredBox, file: int) -> list[int]:
     """Return a box as a row of an entry."""
     place = box.place
     check = NO_SUM if place.check is None else place.check
@@ -241,19 +244,19 @@ class Index:
     """Contents of a folder, by key; `id` is that of the save, None in older folders."""
 
     id: str | None
-    tensors: Mapping[str, Entry]
-    values: Mapping[str, Place]
+    tensors: Mapping[str, TensorEntry]
+    values: Mapping[str, FilePlace]
     lengths: Mapping[str, int] = field(default_factory=dict)  # of the files
     checksum: int = 0  # of the index itself, as it was read
-    sums: str = NAME  # the kind of checksums of boxes: one of `BY_NAME`
+    sums: str = CHECKSUM_NAME  # the kind of checksums of boxes: one of `CHECKSUMS`
 
     @property
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """A text by which ranks check that they have read the same index."""
         return self.id or f"{self.checksum:08x}"
 
 
-def encoded(index: Index) -> bytes:
+def encode_index(index: Index) -> bytes:
     """Return our own index as the bytes of its file."""
     lines = {
         key: json.dumps({"boxes": entry.rows.tolist()}, separators=(",", ":")).encode() + b"\n"
@@ -284,9 +287,9 @@ def read_index(folder: Path) -> Index:
     executed."""
     if not folder.is_dir():
         raise Unreadable("the folder does not exist")
-    mine, dcps = folder / MINE, folder / DCPS
+    mine, dcps = folder / INDEX_FILE, folder / DCP_INDEX_FILE
     if not mine.is_file() and not dcps.is_file():
-        raise Unreadable(f"it has neither `{MINE}` nor `{DCPS}`")
+        raise Unreadable(f"it has neither `{INDEX_FILE}` nor `{DCP_INDEX_FILE}`")
     path = mine if mine.is_file() else dcps
     data = path.read_bytes()
     with _decoding(path.name):
@@ -307,9 +310,9 @@ def _decoding(name: str) -> Iterator[None]:
         raise Unreadable(f"`{name}` is damaged: {what}") from error
 
 
-def state_of(folder: Path) -> tuple[int, ...]:
+def index_state(folder: Path) -> tuple[int, ...]:
     """Return a value that changes when the index of a folder is replaced."""
-    path = next((p for p in (folder / MINE, folder / DCPS) if p.is_file()), folder)
+    path = next((p for p in (folder / INDEX_FILE, folder / DCP_INDEX_FILE) if p.is_file()), folder)
     seen = path.stat()
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
 
@@ -317,7 +320,7 @@ def state_of(folder: Path) -> tuple[int, ...]:
 # -- our own ---------------------------------------------------------------------------------------
 
 
-def _place_row(place: Place) -> list[Any]:
+def _place_row(place: FilePlace) -> list[Any]:
     return [place.file, place.at, place.length, place.check]
 
 
@@ -328,8 +331,8 @@ def _decode(data: bytes) -> Index:
     if header[0] not in VERSIONS:
         raise Unreadable(f"its version is {header[0]}; this schedlang reads {VERSION}")
     named = header[0] > 2  # older ones have one kind of checksums
-    sums = head["checksums"] if named else BEFORE
-    if sums not in BY_NAME:
+    sums = head["checksums"] if named else OLD_CHECKSUM_NAME
+    if sums not in CHECKSUMS:
         raise Unreadable(f"its checksums are `{sums}`, which this schedlang does not know")
     start = zlib.crc32(sums.encode()) if named else 0
     if header[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
@@ -371,12 +374,12 @@ def _old_boxes(tensors: Mapping[str, Any], files: dict[str, int]) -> dict[str, l
     }
 
 
-def _place(row: Any) -> Place:
+def _place(row: Any) -> FilePlace:
     file, at, length, check = row
     if not _is_file(file) or not isinstance(check, int):
         raise Unreadable("one of its places is not valid")
     at, length = _sizes([at, length])
-    return Place(file, at, length, check)
+    return FilePlace(file, at, length, check)
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
@@ -391,7 +394,7 @@ def _sizes(found: Any) -> tuple[int, ...]:
 
 def _entries(
     found: Mapping[str, tuple[Any, str, Any]], files: Mapping[str, int]
-) -> dict[str, Entry]:
+) -> dict[str, TensorEntry]:
     """Return entries from shapes, dtypes, and boxes, which are rows or undecoded lines."""
     if not _FILES.fullmatch("".join([f"{name}/" for name in files])):
         odd = next((name for name in files if not _is_file(name)), "nothing")
@@ -400,7 +403,7 @@ def _entries(
     for key, (shape, dtype, boxes) in found.items():
         if dtype not in DTYPES:
             raise Unreadable(f"`{key}` has no dtype")
-        made[key] = Entry(key, _sizes(shape), dtype, boxes, names)
+        made[key] = TensorEntry(key, _sizes(shape), dtype, boxes, names)
         if not isinstance(boxes, bytes):
             made[key].rows  # noqa: B018
     return made
@@ -410,7 +413,7 @@ def _is_file(name: Any) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def _check_rows(entry: Entry, found: Any) -> Array:
+def _check_rows(entry: TensorEntry, found: Any) -> Array:
     """Return boxes as an array of rows, checked."""
     dims, rows = len(entry.shape), np.asarray(found if len(found) else np.zeros((0, 0), np.int64))
     rows = rows.reshape(len(rows), -1) if rows.size else rows.reshape(0, 2 * dims + 4)
@@ -476,7 +479,7 @@ def _read_dcp(data: bytes) -> Index:
         offset = where.get("offset")  # an unset field is not in the state
         whole = None if offset is None else _size(offset)
         start, length = _sizes([metadata["offset"], metadata["length"]])
-        places[where["fqn"], whole] = Place(str(metadata["relative_path"]), start, length, None)
+        places[where["fqn"], whole] = FilePlace(str(metadata["relative_path"]), start, length, None)
         files.setdefault(str(metadata["relative_path"]), len(files))
     tensors, values = {}, {}
     for key, kept in found["state_dict_metadata"].items():
@@ -486,7 +489,7 @@ def _read_dcp(data: bytes) -> Index:
         metadata = _fields(kept, "TensorStorageMetadata")
         boxes = [_fields(box, "ChunkStorageMetadata") for box in metadata["chunks"]]
         spans = [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
-        stored = [Stored(w, s, places[key, w]) for w, s in spans if math.prod(s)]
+        stored = [StoredBox(w, s, places[key, w]) for w, s in spans if math.prod(s)]
         shape = _size(metadata["size"])
         if any(len(box.whole) != len(shape) or len(box.size) != len(shape) for box in stored):
             _raise_outside(key)

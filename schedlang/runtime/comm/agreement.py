@@ -1,12 +1,12 @@
-"""Ranks come into a job, agree on what they build before any group is made, and leave together.
+"""Ranks join a job, agree on what they build before any group is made, and leave together.
 
-* Into the job that a launcher has started, and out of it together.
-* Checksums of tensors: two passes over their bits where they lie, no copy of them.
-* Ranks tell each other what they build before any group is made, and refuse where it differs.
-  They meet in the store of the job, which asks nothing of the others' collectives: a rank that
-  builds something else, or never comes, is noticed within seconds.  The first leaves a digest of
-  every item, with which each compares its own; only where digests differ are the parts of that
-  item told, and rank 0 names what differs and where.
+* Join the job that a launcher has started, and leave it together.
+* Checksums of tensors: two passes over their bits on their device, without a copy.
+* `check_agreement`: compare what ranks build, and refuse if it differs. Ranks use the store of the
+  job, which does not depend on the others' collectives: a rank that builds something else, or
+  never comes, is noticed within seconds. The first rank writes a digest of every item; each rank
+  compares its own. Only for items whose digests differ, ranks write their parts, and rank 0 names
+  the differences.
 """
 
 from __future__ import annotations
@@ -34,79 +34,83 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.told_once import FRESH, JOB, job_store
+from schedlang.diagnostics.job_refusals import FRESH_STORE, JOB, job_store
 from schedlang.runtime import device as devices
-from schedlang.runtime.comm import reach
+from schedlang.runtime.comm import store_watch
 from schedlang.runtime.comm import world as comm
 
-TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
-_FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
-_SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
+TIMEOUT = timedelta(minutes=10)  # of a collective that other ranks do not join
+_FOREVER = timedelta(hours=12)  # if the process that started the ranks decides what a hang is
+_SETTLE = 0.1  # seconds at the end of a process in which gloo's threads can release their tensors
 _PR_SET_PDEATHSIG = 1
 
 
 def join_world(wait: float | None = None, met: Any = None) -> None:
-    """Join the job that torchrun started, if there is one and nobody has joined yet.
+    """Join the job that torchrun started, if there is one and this process has not joined yet.
 
-    LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
-    split off it.  `wait`: seconds in which all ranks have to come, else Refusal S651; `met` is the
-    store where they have, if it is not torch's own (`meet`).
+    LOCAL_RANK chooses the device; the world has only that device's backend, so that groups can be
+    split off it. `wait`: seconds within which all ranks must come, else Refusal S651; `met`: the
+    store of the rendezvous, if it is not torch's own (see `rendezvous`).
     """
     _prepare_end()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
     given: dict[str, Any] = {"timeout": TIMEOUT}
-    made = meet(wait) if wait is not None and met is None else met
-    if own_round() and made is not None:
+    made = rendezvous(wait) if wait is not None and met is None else met
+    if has_round_store() and made is not None:
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        made.set_timeout(TIMEOUT)  # ranks that are there may take their time
+        made.set_timeout(TIMEOUT)  # running ranks may take their time
         given |= {"store": made, **place}
-    device = devices.own_device()
+    device = devices.local_device()
     if devices.on_host(device):
-        dist.init_process_group(comm.HOSTS, **given)
+        dist.init_process_group(comm.HOST_BACKEND, **given)
     else:
         kind = dist.get_default_backend_for_device(device)
         dist.init_process_group(kind, device_id=device, **given)
-    comm.here().ours = True
+    comm.current_world().joined_here = True
 
 
 def join_locally(rank: int, size: int, path: str) -> None:
-    """Be a rank of a job on this machine that meets in a file, without a port to agree on."""
+    """Join a job on this machine as one rank, by a rendezvous in a file, without a port."""
     from torch._C._distributed_c10d import FileStore
 
     store = FileStore(path, size)
-    dist.init_process_group(comm.HOSTS, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+    dist.init_process_group(
+        comm.HOST_BACKEND, store=store, rank=rank, world_size=size, timeout=_FOREVER
+    )
 
 
-def leave() -> None:
-    """Leave the job together: whoever closes first could cut off what is still on its way.
+def leave_world() -> None:
+    """Leave the job together: a rank that closes first could cut off messages in flight.
 
-    Its world goes now: torch remembers the meshes of DTensors that it met, and these the group.
+    The process group is destroyed now: torch caches the meshes of DTensors, and these hold the
+    group.
     """
     if dist.is_initialized():
         comm.barrier()
-        comm.forget()
+        comm.forget_world()
         dist.destroy_process_group()
 
 
-def own_store() -> Any:
-    """The store of the job through a connection of its own, for another thread."""
+def clone_store() -> Any:
+    """Return the store of the job with a connection of its own, for another thread."""
     store: Any = c10d._get_default_store()
     return store.clone()
 
 
 @cache
 def _prepare_end() -> None:
-    """Have this process end when it should, and without harm.
+    """Make this process end when its launcher ends, and without aborts.
 
-    Linux ends a rank with the torchrun that started it: an agent that is killed ends nobody, and
-    its ranks would hold their devices and wait for each other.  Of other starters nothing is known:
-    Linux counts the end of the thread that started us.
+    On Linux, a rank is killed with the torchrun that started it: a killed agent ends no process,
+    and its ranks would hold their devices and wait for each other. For other launchers this is not
+    done: Linux reacts to the end of the thread that started this process, which is not known for
+    them.
 
-    At its end the process gives gloo's threads a moment, in which they can take the interpreter's
-    lock.  A thread drops the tensors of a collective after it has told the waiting rank; if it
-    needs the interpreter for that and the interpreter is ending, Python ends the thread inside a
-    C++ destructor, and the process aborts.  The groups live as long as a Program holds them, so
+    At its end the process gives gloo's threads a moment in which they can take the interpreter's
+    lock. A thread drops the tensors of a collective after it has woken the waiting rank; if it
+    needs the interpreter for that while the interpreter is ending, Python ends the thread inside a
+    C++ destructor, and the process aborts. The groups live as long as a Program holds them, so
     `destroy_process_group` does not join the threads.
     """
     atexit.register(time.sleep, _SETTLE)
@@ -114,15 +118,14 @@ def _prepare_end() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_COLUMNS = 1024  # sums over rows and over columns: what changes or moves shows in one of them
+_COLUMNS = 1024  # sums over rows and over columns: a changed or moved word shows in one of them
 
 
 def checksum(tensor: Tensor) -> str:
-    """Equal for tensors of the same dtype, shape and bits; "" for what has no bits to read.
+    """Return a text that is equal for tensors of the same dtype, shape and bits; "" without bits.
 
-    A tensor's words of 64 bits are laid out in rows; the sums of all rows and of all columns,
-    modulo 2**64, are hashed.  Integers, so that the order of summing, the number of threads and the
-    device do not matter.
+    The tensor's 64-bit words are arranged in rows; the sums of all rows and of all columns, modulo
+    2**64, are hashed. Sums of integers do not depend on order, number of threads or device.
     """
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return ""
@@ -130,9 +133,9 @@ def checksum(tensor: Tensor) -> str:
         found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
         plain = tensor.detach().resolve_conj().resolve_neg()
         row = plain.contiguous().view(-1) if plain.dim() else plain.view(1)
-        if row.storage_offset() * row.element_size() % 8:  # words begin where a word may
+        if row.storage_offset() * row.element_size() % 8:  # words must be aligned
             row = row.clone()
-        flat = row.view(torch.uint8)  # in logical order; where they lie, if that is in one row
+        flat = row.view(torch.uint8)  # in logical order; a view if the tensor is contiguous
         whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
         if whole:
             words = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
@@ -143,36 +146,36 @@ def checksum(tensor: Tensor) -> str:
 
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`
-_MORE = 3.0  # seconds beyond that for what the one that compares says
-_LEAST, _MOST = 0.001, 0.2  # seconds between two looks into the store
-_SHOWN = 3  # differing parts of an item that are told
+_MORE = 3.0  # additional seconds to wait for the verdict of the comparing rank
+_LEAST, _MOST = 0.001, 0.2  # seconds between two reads of the store
+_SHOWN = 3  # differing parts of an item that are shown
 
 
 @dataclass(frozen=True)
-class Item:
-    """Something that all ranks need alike: its name, and its parts as text.
+class AgreementItem:
+    """Something that must be equal on all ranks: its name, and its parts as text.
 
-    held   a rank tells only of the parts that it holds: those that several have are compared
-    shown  the texts mean something to a reader; else it is only said that they differ
+    held   a rank has only some parts: parts that several ranks have are compared
+    shown  the texts are readable; else a message only says that they differ
     """
 
     name: str
     parts: Mapping[str, str]
-    held: bool = False
-    shown: bool = True
+    partial: bool = False
+    readable: bool = True
     helps: tuple[str, ...] = field(default=(), compare=False)
 
 
-def agree(items: Sequence[Item], wait: float = WAIT) -> None:
-    """Raise the same Refusal on all ranks where an item differs (S650) or a rank is missing (S651).
+def check_agreement(items: Sequence[AgreementItem], wait: float = WAIT) -> None:
+    """Raise the same Refusal on all ranks if an item differs (S650) or a rank is missing (S651).
 
-    Whoever comes first leaves digests of its items, with which the others compare theirs; only of
-    items that differ somewhere are the parts told.  Whoever gives a verdict first, it stands.
-    Nothing happens in a world of one, and where a single process plays the ranks.
+    The first rank writes digests of its items, which the others compare with theirs; only for items
+    that differ somewhere, the parts are exchanged. The first verdict counts. Does nothing in a
+    world of one, or in a dry run of several ranks in one process.
     """
     if (store := shared_store()) is None:
         return
-    here, room = comm.here(), _room(store)
+    here, room = comm.current_world(), _key_prefix(store)
     mine = {item.name: _digest(item) for item in items}
     first = json.loads(store.compare_set(f"{room}/first", "", json.dumps(mine)))
     for name in (name for name, digest in first.items() if mine.get(name) != digest):
@@ -180,52 +183,53 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
         store.set(f"{room}/unlike", "1")
     store.set(f"{room}/{here.rank}", "1")
     store.add(f"{room}/came", 1)
-    # so many ranks ask the store: a few may ask often, and then build without a pause
+    # all ranks poll the store: few ranks may poll often, and then build without delay
     most = min(_MOST, 2 * _LEAST * here.size)
-    came = until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
-    gone = [] if came else [r for r in range(here.size) if not store.check([f"{room}/{r}"])]
-    said = {} if came else missing(gone, here.size, wait)
-    _hear(store, f"{room}/verdict", said)
+    complete = poll_until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
+    absent = [] if complete else [r for r in range(here.size) if not store.check([f"{room}/{r}"])]
+    verdict = {} if complete else missing_ranks_verdict(absent, here.size, wait)
+    _raise_verdict(store, f"{room}/verdict", verdict)
     if store.check([f"{room}/unlike"]):
         for name in (name for name in first if store.check([f"{room}/unlike/{name}"])):
-            item = next((item for item in items if item.name == name), Item(name, {}))
-            _tell_apart(store, f"{room}/parts/{name}", item, wait)
+            item = next((item for item in items if item.name == name), AgreementItem(name, {}))
+            _compare_parts(store, f"{room}/parts/{name}", item, wait)
 
 
 def round_name() -> str:
-    """A name of this round of the job, the same on all ranks, for keys in its store.
+    """Return a name of this round of the job, equal on all ranks, for keys in its store.
 
-    With a store of its own each round needs none: torchrun counts restarts on each node by itself,
-    so that nodes which came later have other numbers.
+    "" if the round has a store of its own: torchrun counts restarts on each node separately, so
+    that nodes which joined later have other numbers.
     """
-    return "" if own_round() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "" if has_round_store() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def own_round() -> bool:
-    """Return whether torchrun lets the first rank keep a store for this round alone."""
-    return os.environ.get(FRESH) == "1" and JOB in os.environ
+def has_round_store() -> bool:
+    """Return whether torchrun lets rank 0 keep a store for this round only."""
+    return os.environ.get(FRESH_STORE) == "1" and JOB in os.environ
 
 
-def meet(wait: float) -> Any:
-    """Return the store of this round of the job, once all of its ranks have come there.
+def rendezvous(wait: float) -> Any:
+    """Wait until all ranks of this round of the job are there; return its store.
 
-    Raises Refusal S651 where ranks that torchrun has started do not come: whoever joins waits for
-    them for minutes, and names nobody.  None: there are no others, or they meet in torch's own way.
+    Raises Refusal S651 if ranks that torchrun has started do not come: torch's own rendezvous would
+    wait for minutes, and not name them. None: there are no other ranks, or torch's own rendezvous
+    is used.
     """
     _prepare_end()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None
-    store = _store_of_round(world, wait) if own_round() else job_store()
+    store = _store_of_round(world, wait) if has_round_store() else job_store()
     if store is None:
         return None
-    if own_round() or devices.accelerator() is None:  # else the agent of its node looks after it
-        reach.keep(store.clone)
+    if has_round_store() or devices.accelerator() is None:  # else the agent of its node watches it
+        store_watch.watch_store(store.clone)
     room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
     store.add(count, 1)
-    if not until(lambda: bool(store.add(count, 0) >= world), wait):
+    if not poll_until(lambda: bool(store.add(count, 0) >= world), wait):
         refuse_missing(
             [one for one in range(world) if not store.check([f"{room}/{one}"])], world, wait
         )
@@ -233,12 +237,12 @@ def meet(wait: float) -> Any:
 
 
 def refuse_missing(gone: Sequence[int], world: int, wait: float) -> NoReturn:
-    """Raise Refusal S651 for ranks that have not come, or are not heard of any more."""
-    raise _refusal(missing(gone, world, wait))
+    """Raise Refusal S651 for ranks that have not come, or no longer answer."""
+    raise _refusal(missing_ranks_verdict(gone, world, wait))
 
 
 def _store_of_round(world: int, wait: float) -> Any:
-    """The store that the first rank keeps, where torchrun has told all to look for it."""
+    """Return the store that rank 0 keeps for this round."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = os.environ["RANK"] == "0"
 
@@ -255,10 +259,10 @@ def _store_of_round(world: int, wait: float) -> Any:
 
     if keeps:
         return made()
-    # torch tries one address of a machine that is gone after the other, each as long as it may
-    if not until(lambda: _answers(host, port), wait):
+    # for a dead machine torch tries one address after the other, each for the full timeout
+    if not poll_until(lambda: _answers(host, port), wait):
         refuse_missing([0], world, wait)
-    reach.keep(made)
+    store_watch.watch_store(made)
     try:
         return made()
     except (RuntimeError, TimeoutError):
@@ -266,7 +270,7 @@ def _store_of_round(world: int, wait: float) -> Any:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return whether somebody listens there."""
+    """Return whether a server listens at an address."""
     try:
         with socket.create_connection((host, port), timeout=_MORE):
             return True
@@ -274,38 +278,38 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def tell(error: Exception) -> None:
-    """Say why this rank cannot build to those that wait for it; not what all of them raise."""
+def report_failure(error: Exception) -> None:
+    """Give the verdict that this rank cannot build, with the reason, unless all ranks raise it."""
     if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
-        why = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
-        here, room = comm.here(), _room(store)
+        why = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
+        here, room = comm.current_world(), _key_prefix(store)
         title, notes = f"rank {here.rank} cannot build its part", [f"rank {here.rank} says: {why}"]
-        said = _said("S650", title, notes, ()) | {"refuses": here.rank}
-        store.compare_set(f"{room}/verdict", "", json.dumps(said))
-        store.add(f"{room}/came", here.size)  # nobody has to wait for more
+        refusal = _verdict("S650", title, notes, ()) | {"refuses": here.rank}
+        store.compare_set(f"{room}/verdict", "", json.dumps(refusal))
+        store.add(f"{room}/came", here.size)  # no rank has to wait for more ranks
 
 
-_AGREED = "_schedlang_agreed"  # a mark on what all ranks raise alike
-CONSEQUENCE = "consequence"  # a mark on what a rank raises because of another
+_AGREED = "_schedlang_agreed"  # marks an error that all ranks raise
+CONSEQUENCE = "consequence"  # marks an error that another rank has caused
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def shared_store() -> Any:
-    """The store in which ranks meet; None where there is no other rank to agree with.
+    """Return the store of the job; None if there is no other rank to agree with.
 
-    Private: torch gives no other way to the store that it made for the job.
+    Private: torch has no public access to the store that it made for the job.
     """
-    if comm.here().size == 1 or dist.get_backend() == "fake":
+    if comm.current_world().size == 1 or dist.get_backend() == "fake":
         return None
     return c10d._get_default_store()
 
 
-def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
-    """Look again and again, at last every `most` seconds, until it is ready; False if it is not in
-    that time."""
+def poll_until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
+    """Poll until `ready` returns True, at last every `most` seconds; return False after the time
+    limit."""
     end, pause = time.monotonic() + seconds, _LEAST
     while not ready():
         if time.monotonic() > end:
@@ -315,16 +319,16 @@ def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> boo
     return True
 
 
-def _room(store: Any) -> str:
-    """The beginning of the keys of this rank's next meeting with the others."""
-    here = comm.here()
-    part = "".join(f"{each}," for each in here.part)
+def _key_prefix(store: Any) -> str:
+    """Return the prefix of the keys of this rank's next agreement."""
+    here = comm.current_world()
+    part = "".join(f"{each}," for each in here.ranks_in_job)
     return f"schedlang/{part}{store.add(f'schedlang/{part}turn/{here.rank}', 1)}"
 
 
-def _hear(store: Any, key: str, said: Mapping[str, Any]) -> None:
-    """Give a verdict, unless there is one; raise what the one that stands says is wrong."""
-    verdict = json.loads(store.compare_set(key, "", json.dumps(said)))
+def _raise_verdict(store: Any, key: str, proposed: Mapping[str, Any]) -> None:
+    """Write a verdict, unless there is one; raise the refusal of the verdict that counts."""
+    verdict = json.loads(store.compare_set(key, "", json.dumps(proposed)))
     if verdict:
         refusal = _refusal(verdict)
         setattr(refusal, _AGREED, True)
@@ -333,33 +337,33 @@ def _hear(store: Any, key: str, said: Mapping[str, Any]) -> None:
         raise refusal
 
 
-def _tell_apart(store: Any, place: str, item: Item, wait: float) -> None:
-    """Tell this rank's parts of an item; rank 0 compares, and all raise what it says is wrong."""
-    rank, verdict, said = comm.here().rank, f"{place}/verdict", dict[str, Any]()
-    keys = [f"{place}/{each}" for each in range(comm.here().size)]
+def _compare_parts(store: Any, place: str, item: AgreementItem, wait: float) -> None:
+    """Write this rank's parts of an item; rank 0 compares, and all ranks raise its verdict."""
+    rank, verdict, proposed = comm.current_world().rank, f"{place}/verdict", dict[str, Any]()
+    keys = [f"{place}/{each}" for each in range(comm.current_world().size)]
     store.set(keys[rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
     wanted = keys if rank == 0 else [verdict]
-    if not until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
-        said = _said("S651", "another rank has ended while the ranks met", (), ())
+    if not poll_until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
+        proposed = _verdict("S651", "another rank has ended while the ranks met", (), ())
     elif rank == 0:
         everyone = _read(store, keys)
-        if not item.held or _unlike({id(parts): parts for parts in everyone}.values()):
-            title, notes = differences(item, dict(enumerate(everyone)))
-            said = _said("S650", title, notes, item.helps)
-    _hear(store, verdict, said)
+        if not item.partial or _has_conflict({id(parts): parts for parts in everyone}.values()):
+            title, notes = describe_differences(item, dict(enumerate(everyone)))
+            proposed = _verdict("S650", title, notes, item.helps)
+    _raise_verdict(store, verdict, proposed)
 
 
 def _read(store: Any, keys: Sequence[str]) -> list[Any]:
-    """Messages in one request; each is taken apart once, however many ranks have sent it."""
+    """Read values in one request; equal values are decoded once."""
     found = [bytes(one) for one in store.multi_get(list(keys))]
     known = {data: json.loads(zlib.decompress(data)) for data in dict.fromkeys(found)}
     return [known[data] for data in found]
 
 
-def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
+def missing_ranks_verdict(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
     """Describe the refusal (S651) for ranks that have not come within `wait` seconds."""
     verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
-    return _said(
+    return _verdict(
         "S651",
         f"{_ranks(gone)} {verb} not called `build` within {wait:g} s",
         [f"this job has {world} ranks, and all of them must call `build`"],
@@ -370,87 +374,99 @@ def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
     )
 
 
-def _said(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
+def _verdict(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
     return {"code": code, "title": title, "notes": list(notes), "helps": list(helps)}
 
 
-def _refusal(said: Mapping[str, Any]) -> Refusal:
-    notes, helps = tuple(said["notes"]), tuple(said["helps"])
-    return Refusal.of(said["code"], said["title"], notes=notes, helps=helps)
+def _refusal(verdict: Mapping[str, Any]) -> Refusal:
+    notes, helps = tuple(verdict["notes"]), tuple(verdict["helps"])
+    return Refusal.of(verdict["code"], verdict["title"], notes=notes, helps=helps)
 
 
 # -- held by some --------------------------------------------------------------------------------
 
 
-def _digest(item: Item) -> str:
+def _digest(item: AgreementItem) -> str:
     text = json.dumps(sorted(item.parts.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _unlike(told: Iterable[Mapping[str, str]]) -> bool:
-    """Return whether two ranks say different things of one part."""
+def _has_conflict(parts_of_ranks: Iterable[Mapping[str, str]]) -> bool:
+    """Return whether two ranks have different values of one part."""
     seen: dict[str, str] = {}
-    return any(seen.setdefault(name, text) != text for one in told for name, text in one.items())
+    return any(
+        seen.setdefault(name, text) != text for one in parts_of_ranks for name, text in one.items()
+    )
 
 
 # -- in words ------------------------------------------------------------------------------------
 
 
-def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
-    """A title that names ranks and item, and a note for each of the first parts that differ.
+def describe_differences(
+    item: AgreementItem, everyone: Mapping[int, Mapping[str, str]]
+) -> tuple[str, list[str]]:
+    """Return a title that names ranks and item, and a note for each of the first differing parts.
 
-    Most ranks are right; of two alike groups that with the lowest rank.
+    The majority is assumed to be right; of two equally large groups the one with the lowest rank.
     """
     names = list(dict.fromkeys(name for parts in everyone.values() for name in parts))
     notes, odd = [], Counter[int]()
     for name in names:
-        said = {
+        values = {
             rank: parts.get(name)
             for rank, parts in everyone.items()
-            if name in parts or not item.held
+            if name in parts or not item.partial
         }
-        if len(set(said.values())) < 2:
+        if len(set(values.values())) < 2:
             continue
-        usual = _usual(said)
-        others = [rank for rank, text in said.items() if text != usual]
+        usual = _majority_value(values)
+        others = [rank for rank, text in values.items() if text != usual]
         odd.update(others)
-        notes.append(_note(item, name, said, others, usual))
+        notes.append(_difference_note(item, name, values, others, usual))
     if not notes:
         return f"ranks have different {item.name}", []
     who = sorted(odd)
     verb = "has" if len(who) == 1 else "have"
     more = len(notes) - _SHOWN
     rest = [f"and {more} more of {len(names)}"] * (more > 0)
-    return f"{_ranks(who)} {verb} {_another(item.name)}", [*notes[:_SHOWN], *rest]
+    return f"{_ranks(who)} {verb} {_different_text(item.name)}", [*notes[:_SHOWN], *rest]
 
 
-def _usual(said: Mapping[int, str | None]) -> str | None:
-    counts = Counter(said.values())
+def _majority_value(values: Mapping[int, str | None]) -> str | None:
+    counts = Counter(values.values())
     most = max(counts.values())
-    return next(text for _, text in sorted(said.items()) if counts[text] == most)
+    return next(text for _, text in sorted(values.items()) if counts[text] == most)
 
 
-def _note(
-    item: Item, name: str, said: Mapping[int, str | None], others: Sequence[int], usual: str | None
+def _difference_note(
+    item: AgreementItem,
+    name: str,
+    values: Mapping[int, str | None],
+    others: Sequence[int],
+    usual: str | None,
 ) -> str:
     what = f"`{name}`" if name else "it"
-    if not item.shown and usual is not None and said[others[0]] is not None:
-        return f"{what} differs on {_ranks(others)} from that of {_ranks(_with(said, usual))}"
-    told = [f"{_value(said[others[0]])} on {_ranks(_with(said, said[others[0]]))}"]
-    told.append(f"{_value(usual)} on {_ranks(_with(said, usual))}")
-    return f"{what} is {', '.join(told)}"
+    if not item.readable and usual is not None and values[others[0]] is not None:
+        return (
+            f"{what} differs on {_ranks(others)} from that of {_ranks(_ranks_with(values, usual))}"
+        )
+    texts = [
+        f"{_value_text(values[others[0]])} on {_ranks(_ranks_with(values, values[others[0]]))}"
+    ]
+    texts.append(f"{_value_text(usual)} on {_ranks(_ranks_with(values, usual))}")
+    return f"{what} is {', '.join(texts)}"
 
 
-def _value(text: str | None) -> str:
+def _value_text(text: str | None) -> str:
     return "nothing" if text is None else text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _with(said: Mapping[int, str | None], text: str | None) -> list[int]:
-    return [rank for rank, own in said.items() if own == text]
+def _ranks_with(values: Mapping[int, str | None], text: str | None) -> list[int]:
+    return [rank for rank, own in values.items() if own == text]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1, 2 and 5`."""
+    """Return ranks as text: `rank 3`, `ranks 1, 2 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:8]]
@@ -459,6 +475,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _another(name: str) -> str:
+def _different_text(name: str) -> str:
     several = name.endswith("s") or name.split()[0].endswith("s")
     return f"different {name}" if several else f"a different {name}"

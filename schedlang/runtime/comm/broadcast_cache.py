@@ -1,4 +1,4 @@
-"""Values that all ranks of a group have been told: each keeps the same, so that none goes twice."""
+"""A cache of values that all ranks of a group have received, so that no value is sent twice."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-_KEPT, _BRIEF = 64, 1 << 16  # values that are kept for a group, and the bytes of one
+_KEPT, _BRIEF = 64, 1 << 16  # cached values of a group, and the largest bytes of a cached value
 
 
 @dataclass(eq=False)
 class BroadcastCache:
-    """Values that groups of a world have told all their ranks, by digest.
+    """Values that all ranks of a group have received, by digest.
 
-    Its ranks ask alike, one after the other, so that each of them knows what all of them know.
+    All ranks of a group make the same calls in the same order, so all caches are equal.
     """
 
     _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bytes, bytes]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
-    def once(
+    def broadcast(
         self, group: dist.ProcessGroup, digest: bytes, mine: bytes, source: int | None
     ) -> bytes:
-        """The value of a digest, which `source` tells the others unless they have all had it.
+        """Return the value of a digest; `source` broadcasts it unless it is cached.
 
-        mine    the value where this rank has it, else as many bytes
-        source  global rank; None: all have it
+        mine    the value if this rank has it, else as many bytes
+        source  global rank; None: all ranks have the value
         """
         known = self._known.setdefault(group, {})
         if (found := known.get(digest)) is None:

@@ -21,28 +21,32 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel.local_attention import BLOCK, Rules, Tokens
+from schedlang.runtime.context_parallel.local_attention import (
+    BLOCK_TOKENS,
+    BlockRules,
+    PlacedTokens,
+)
 from schedlang.runtime.context_parallel.ring import (
-    Attention,
-    Bodies,
-    Call,
-    Gathered,
+    GatheredKeys,
+    KeyTransfers,
+    NestedRing,
     Packet,
-    Ring,
-    Rounds,
-    exchange,
-    gathered,
+    RingAttention,
+    RingCall,
+    TeamRing,
+    all_gather_packets,
+    exchange_tensors,
 )
 from schedlang.runtime.context_parallel.token_layout import (
-    Dropout,
-    Layout,
-    Mask,
+    AttentionDropout,
+    AttentionMask,
     Runs,
-    Tags,
+    SequenceLayout,
+    TokenTags,
+    concatenate_runs,
     place_at,
-    spread,
 )
-from schedlang.runtime.device import sent
+from schedlang.runtime.device import send_to_device
 
 # method -> the possible numbers of groups; the outermost group comes first
 METHODS: dict[str, tuple[int, ...]] = {
@@ -66,7 +70,7 @@ def place_of(groups: Sequence[Group]) -> int:
 
 
 @dataclass(frozen=True)
-class Way:
+class AttentionOptions:
     """The options of an attention call over ranks.
 
     method   a key of `METHODS`
@@ -79,10 +83,10 @@ class Way:
 
     method: str
     groups: tuple[Group, ...]
-    layout: Layout
+    layout: SequenceLayout
     scale: float | None = None
-    dropout: Dropout | None = None
-    block: int = BLOCK
+    dropout: AttentionDropout | None = None
+    block: int = BLOCK_TOKENS
 
     @property
     def place(self) -> int:
@@ -90,7 +94,7 @@ class Way:
         return place_of(self.groups)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions) -> Tensor:
     """Compute the attention of this rank's queries to the keys of the full sequence.
 
     q        [rows, heads, local tokens, head_dim], this place's tokens under the layout
@@ -104,7 +108,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
     return _attend(q, k, v, mask, way, False)[0]
 
 
-def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[Tensor, Tensor]:
+def attend_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """Compute `attend`, and the log-sum-exp of each query's scores [rows, heads, local tokens].
 
     The log-sum-exp is -inf for a query that sees no key, does not include `sinks`, and is
@@ -114,29 +120,35 @@ def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[T
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v, way)
     scale = q.shape[-1] ** -0.5 if way.scale is None else way.scale
-    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
+    rules = BlockRules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
     if way.method in ("ulysses", "usp"):
         return _attend_ulysses(q, k, v, mask, rules, way, with_lse)
-    at = Tokens(way.layout.runs[way.place], mask.tags)
+    at = PlacedTokens(way.layout.runs[way.place], mask.tags)
     if way.method == "nbody":
         ring, team = way.groups
-        bodies = Bodies(ring, team, way.layout)
+        bodies = TeamRing(ring, team, way.layout)
         if mask.rows is not None and mask.rows.shape[2] == 1:
             rules = replace(rules, rows=mask.rows.expand(-1, -1, q.shape[2], -1))
-        at = Tokens(bodies.layout.runs[ring.rank], mask.tags)
+        at = PlacedTokens(bodies.layout.runs[ring.rank], mask.tags)
         return _run(q, k, v, rules, mask.sinks, bodies, at)
-    rounds: Rounds = Ring(way.groups, way.layout, mask.reach)
+    rounds: KeyTransfers = NestedRing(way.groups, way.layout, mask.reach)
     if way.method == "gather":
-        rounds = Gathered(way.groups[0], way.layout)
+        rounds = GatheredKeys(way.groups[0], way.layout)
     return _run(q, k, v, rules, mask.sinks, rounds, at)
 
 
 def _attend_ulysses(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, way: Way, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    rules: BlockRules,
+    way: AttentionOptions,
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend by Ulysses over the innermost group, around a ring over the other groups, if any.
 
@@ -144,9 +156,9 @@ def _attend_ulysses(
     """
     *outer, inner = way.groups
     layout = way.layout
-    refuse_heads(q.shape[1], k.shape[1], inner.size)
-    k, v = copied(k, inner.size), copied(v, inner.size)
-    place, joined = place_of(outer), layout.joined(inner.size)
+    check_heads(q.shape[1], k.shape[1], inner.size)
+    k, v = repeat_heads(k, inner.size), repeat_heads(v, inner.size)
+    place, joined = place_of(outer), layout.join_places(inner.size)
     team = Ulysses(inner, layout, place, joined.runs[place])
     mine = q.shape[1] // inner.size
     heads = slice(inner.rank * mine, (inner.rank + 1) * mine)
@@ -157,13 +169,13 @@ def _attend_ulysses(
         dropout=None if rules.dropout is None else rules.dropout.of_heads(heads),
     )
     sinks = None if mask.sinks is None else mask.sinks[heads]
-    at = Tokens(joined.runs[place], team.tags(mask.tags))
-    ring = Ring(tuple(outer), joined, rules.reach)
+    at = PlacedTokens(joined.runs[place], team.tags(mask.tags))
+    ring = NestedRing(tuple(outer), joined, rules.reach)
     out, lse = _run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at)
     return team.tokens(out), team.tokens(lse[..., None])[..., 0] if with_lse else lse
 
 
-def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
+def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Raise Refusal S681 unless `ranks` divides `heads`; key-value heads are copied as needed."""
     if heads % ranks:
         legal = [n for n in range(2, heads + 1) if heads % n == 0]
@@ -179,7 +191,7 @@ def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
         )
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, way: Way) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, way: AttentionOptions) -> None:
     assert len(way.groups) in METHODS[way.method], (way.method, len(way.groups))
     assert ranks_of(way.groups) == len(way.layout.runs), "the layout is over all of their ranks"
     tokens = way.layout.counts[way.place]
@@ -188,15 +200,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, way: Way) -> None:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: BlockRules,
+    sinks: Tensor | None,
+    rounds: KeyTransfers,
+    at: PlacedTokens,
 ) -> tuple[Tensor, Tensor]:
-    call = Call(replace(rules, slopes=None, rows=None), rounds, at.runs)
-    made = Attention.apply(q, k, v, rules.slopes, rules.rows, call, *at.tags)  # type: ignore[no-untyped-call]
+    call = RingCall(replace(rules, slopes=None, rows=None), rounds, at.runs)
+    made = RingAttention.apply(q, k, v, rules.slopes, rules.rows, call, *at.tags)  # type: ignore[no-untyped-call]
     out, lse = cast(tuple[Tensor, Tensor], made)
-    return beside_sinks(out, lse, sinks), lse
+    return apply_sinks(out, lse, sinks), lse
 
 
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Scale a result for sinks, which take part in the softmax and have no values.
 
     `lse` is the log-sum-exp of the scores without sinks.
@@ -233,7 +251,7 @@ class Ulysses:
     wanted   the same tokens in the order of the sequence
     """
 
-    def __init__(self, group: Group, layout: Layout, outer: int, joined: Runs) -> None:
+    def __init__(self, group: Group, layout: SequenceLayout, outer: int, joined: Runs) -> None:
         self.group = group
         first = outer * group.size
         self.counts = layout.counts[first : first + group.size]
@@ -249,16 +267,19 @@ class Ulysses:
         """Apply the inverse of `heads`."""
         return cast(Tensor, _HeadsAllToAll.apply(x, self, False))  # type: ignore[no-untyped-call]
 
-    def tags(self, tags: Tags) -> Tags:
+    def tags(self, tags: TokenTags) -> TokenTags:
         """All-gather the tags of the group's tokens."""
         given = [t for t in tags if t is not None]
         if not given:
             return tags
-        parts = gathered(Packet.of(given, [1] * len(given)), self.counts, self.group)
+        parts = all_gather_packets(Packet.pack(given, [1] * len(given)), self.counts, self.group)
         whole = iter(
-            [self.sorted(torch.cat(same, 1), 1) for same in zip(*(p.tensors for p in parts))]
+            [
+                self.to_sequence_order(torch.cat(same, 1), 1)
+                for same in zip(*(p.tensors for p in parts))
+            ]
         )
-        return Tags(*(None if t is None else next(whole) for t in tags))
+        return TokenTags(*(None if t is None else next(whole) for t in tags))
 
     def rows(self, rows: Tensor, heads: int) -> Tensor:
         """Return `Mask.rows` for the group's tokens and this rank's heads.
@@ -270,20 +291,20 @@ class Ulysses:
             first = self.group.rank * mine
             return rows if rows.shape[1] == 1 else rows[:, first : first + mine]
         if rows.shape[1] == 1 and not rows.requires_grad:
-            parts = gathered(Packet.of([rows], [2]), self.counts, self.group)
-            return self.sorted(torch.cat([p.tensors[0] for p in parts], 2), 2)
+            parts = all_gather_packets(Packet.pack([rows], [2]), self.counts, self.group)
+            return self.to_sequence_order(torch.cat([p.tensors[0] for p in parts], 2), 2)
         rows = rows.expand(-1, heads, -1, -1)
         if rows.dtype == torch.bool:
             return self.heads(rows.to(torch.uint8)).bool()
         return self.heads(rows)
 
-    def sorted(self, x: Tensor, dim: int) -> Tensor:
+    def to_sequence_order(self, x: Tensor, dim: int) -> Tensor:
         """Reorder tokens along a dim from the order of arrival to the order of the sequence."""
         orders = _orders(self.arrived, self.wanted, x.device)
         return x if orders is None else x.index_select(dim, orders[0])
 
-    def unsorted(self, x: Tensor, dim: int) -> Tensor:
-        """Apply the inverse of `sorted`."""
+    def to_arrival_order(self, x: Tensor, dim: int) -> Tensor:
+        """Apply the inverse of `to_sequence_order`."""
         orders = _orders(self.arrived, self.wanted, x.device)
         return x if orders is None else x.index_select(dim, orders[1])
 
@@ -292,8 +313,12 @@ class Ulysses:
 def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Return the index of arrival of each wanted token, and the inverse; None if orders agree."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-        order = _find_order(spread(arrived), spread(wanted))
-        return None if order is None else (sent(order, device), sent(order.argsort(), device))
+        order = _find_order(concatenate_runs(arrived), concatenate_runs(wanted))
+        return (
+            None
+            if order is None
+            else (send_to_device(order, device), send_to_device(order.argsort(), device))
+        )
 
 
 def _find_order(arrived: Tensor, wanted: Tensor) -> Tensor | None:
@@ -307,27 +332,27 @@ def _to_heads(x: Tensor, team: Ulysses) -> Tensor:
     rows, heads, _, width = x.shape
     mine = heads // team.group.size
     shapes = [(rows, mine, tokens, width) for tokens in team.counts]
-    parts = exchange(x.chunk(team.group.size, 1), shapes, team.group)
-    return team.sorted(torch.cat(parts, 2), 2)
+    parts = exchange_tensors(x.chunk(team.group.size, 1), shapes, team.group)
+    return team.to_sequence_order(torch.cat(parts, 2), 2)
 
 
 def _to_tokens(x: Tensor, team: Ulysses) -> Tensor:
     rows, heads, _, width = x.shape
     tokens = team.counts[team.group.rank]
-    given = torch.split(team.unsorted(x, 2), list(team.counts), 2)
-    parts = exchange(given, [(rows, heads, tokens, width)] * team.group.size, team.group)
+    given = torch.split(team.to_arrival_order(x, 2), list(team.counts), 2)
+    parts = exchange_tensors(given, [(rows, heads, tokens, width)] * team.group.size, team.group)
     return torch.cat(parts, 1)
 
 
-def enough(kv_heads: int, ranks: int) -> int:
+def count_head_copies(kv_heads: int, ranks: int) -> int:
     """Return the least number of copies of each key-value head such that `ranks` divides them."""
     return math.lcm(kv_heads, ranks) // kv_heads
 
 
-def copied(x: Tensor, ranks: int) -> Tensor:
+def repeat_heads(x: Tensor, ranks: int) -> Tensor:
     """Repeat each head of keys or values [rows, heads, ..] as often as `ranks` need.
 
     The gradient of a head is the sum of its copies' gradients.
     """
-    copies = enough(x.shape[1], ranks)
+    copies = count_head_copies(x.shape[1], ranks)
     return x if copies == 1 else x.repeat_interleave(copies, 1)

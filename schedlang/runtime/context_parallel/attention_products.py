@@ -15,27 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime.context_parallel.described_attention import (
+from schedlang.runtime.context_parallel.local_tokens import (
+    AttentionCall,
+    AttentionMethod,
+    SequenceShard,
+    expand_over_keys,
+)
+from schedlang.runtime.context_parallel.token_layout import AttentionMask
+from schedlang.runtime.context_parallel.transformers_attention import (
     MaskRule,
     is_causal,
-    of_few_tokens,
-    unknown,
+    local_keys_refusal,
+    unsplit_refusal,
 )
-from schedlang.runtime.context_parallel.local_tokens import (
-    AttentionMethod,
-    Call,
-    SequenceShard,
-    over_all_keys,
-)
-from schedlang.runtime.context_parallel.token_layout import Mask
-from schedlang.runtime.modes import Ambient
-from schedlang.runtime.sequence_pipelining.carry import Place, caller
+from schedlang.runtime.modes import AmbientMode
+from schedlang.runtime.sequence_pipelining.carried_keys import Place, calling_line
 
-LOW = -1e4  # numbers that hide a key are lower
+LOWEST_SCORE = -1e4  # numbers that hide a key are lower
 
 
 @dataclass(frozen=True)
-class State:
+class ScoresState:
     """Recorded scores: the arguments of an attention call so far.
 
     lead    sizes of the dims before queries and keys in the model's current view
@@ -54,23 +54,23 @@ class State:
     inner: tuple[int, ...]
     scale: float = 1.0
     added: Tensor | None = None
-    mask: Mask | None = None
+    mask: AttentionMask | None = None
     hides: bool = False
     weights: bool = False
     drawn: Any = None
 
 
-def rows_of(state: State, given: Tensor) -> Tensor:
+def expand_added(state: ScoresState, given: Tensor) -> Tensor:
     """Return numbers that are added to scores for local queries and all keys, with dims `inner`.
 
     Raises Refusal S661 if the numbers for other ranks' keys are not known.
     """
     dims = len(state.lead) + 2
-    value = over_all_keys(state.shard, given if given.dim() > 1 else given[None])
+    value = expand_over_keys(state.shard, given if given.dim() > 1 else given[None])
     if value is None:
-        raise of_few_tokens()
+        raise local_keys_refusal()
     if value.dim() > dims:
-        raise unknown("the term that it adds to its scores has other dims")
+        raise unsplit_refusal("the term that it adds to its scores has other dims")
     value = value[(None,) * (dims - value.dim())]
     if state.lead == state.inner:
         return value
@@ -80,80 +80,84 @@ def rows_of(state: State, given: Tensor) -> Tensor:
     return value.reshape(*[1] * len(state.inner), *value.shape[-2:])
 
 
-def plus(state: State, rows: Tensor) -> State:
+def add_to_scores(state: ScoresState, rows: Tensor) -> ScoresState:
     """Add numbers to the scores."""
     return replace(state, added=rows if state.added is None else state.added + rows)
 
 
-def _add(state: State, other: Any, alpha: float = 1) -> State:
+def _add(state: ScoresState, other: Any, alpha: float = 1) -> ScoresState:
     _check_before_softmax(state)
     if isinstance(other, MaskRule):
         return _apply_mask_rule(state, other)
     if isinstance(other, Tensor) and other.dim():
-        return plus(state, rows_of(state, other) * alpha if alpha != 1 else rows_of(state, other))
+        return add_to_scores(
+            state, expand_added(state, other) * alpha if alpha != 1 else expand_added(state, other)
+        )
     if not isinstance(other, (int, float, Tensor)):
-        raise unknown(f"it adds a `{type(other).__name__}` to its scores")
+        raise unsplit_refusal(f"it adds a `{type(other).__name__}` to its scores")
     return state  # the same for all keys
 
 
-def _sub(state: State, other: Any, alpha: float = 1) -> State:
+def _sub(state: ScoresState, other: Any, alpha: float = 1) -> ScoresState:
     if isinstance(other, MaskRule):
-        raise unknown("it subtracts a mask from its scores")
+        raise unsplit_refusal("it subtracts a mask from its scores")
     return _add(state, other, alpha=-alpha)
 
 
-def _mul(state: State, by: Any) -> State:
+def _mul(state: ScoresState, by: Any) -> ScoresState:
     _check_before_softmax(state)
     if isinstance(by, Tensor) and (by.dim() or by.requires_grad or by.is_meta):
-        raise unknown("it multiplies its scores by a tensor, not by a number")
+        raise unsplit_refusal("it multiplies its scores by a tensor, not by a number")
     factor = float(by)
     added = None if state.added is None else state.added * factor
     return replace(state, scale=state.scale * factor, added=added)
 
 
-def _div(state: State, by: Any) -> State:
+def _div(state: ScoresState, by: Any) -> ScoresState:
     return _mul(state, 1 / by)
 
 
-def _apply_mask_rule(state: State, given: MaskRule) -> State:
+def _apply_mask_rule(state: ScoresState, given: MaskRule) -> ScoresState:
     if state.mask is not None:
-        raise unknown("it applies two masks to its scores")
+        raise unsplit_refusal("it applies two masks to its scores")
     return replace(state, mask=given.mask)
 
 
-def _fill(state: State, hidden: Any, value: Any) -> State:
+def _fill(state: ScoresState, hidden: Any, value: Any) -> ScoresState:
     """Hide keys by a very low score."""
     _check_before_softmax(state)
-    if float(value) > LOW:
-        raise unknown(f"it sets some of its scores to {float(value):g}")
+    if float(value) > LOWEST_SCORE:
+        raise unsplit_refusal(f"it sets some of its scores to {float(value):g}")
     if isinstance(hidden, MaskRule):
         return _apply_mask_rule(state, hidden)
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
-        raise unknown("it masks keys by something other than booleans")
-    gone = rows_of(state, hidden)
+        raise unsplit_refusal("it masks keys by something other than booleans")
+    gone = expand_added(state, hidden)
     if state.mask is None and is_causal(state.shard, ~gone):
-        return replace(state, mask=Mask(causal=True))  # a ring skips blocks that positions hide
+        return replace(
+            state, mask=AttentionMask(causal=True)
+        )  # a ring skips blocks that positions hide
     zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
-    return plus(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
+    return add_to_scores(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
 
 
-def _where(state: State, *given: Any) -> State:
+def _where(state: ScoresState, *given: Any) -> ScoresState:
     """Apply `torch.where(seen, scores, low)`."""
     seen, low = given
     return _fill(state, ~seen, low)
 
 
-def _view(state: State, *sizes: Any, **_: Any) -> State:
+def _view(state: ScoresState, *sizes: Any, **_: Any) -> ScoresState:
     given = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     length, lead = state.shard.length, given[:-2]
     if len(given) < 3 or given[-1] not in (length, -1) or given[-2] not in (length, -1):
-        raise unknown("it changes the shape of its scores")
+        raise unsplit_refusal("it changes the shape of its scores")
     count = math.prod(state.lead)
     if -1 in lead:
         rest = math.prod(n for n in lead if n != -1)
         lead = tuple(count // rest if n == -1 else n for n in lead)
     if math.prod(lead) != count:
-        raise unknown("it changes the shape of its scores")
+        raise unsplit_refusal("it changes the shape of its scores")
     if len(lead) < 2 or state.inner == lead or len(state.inner) > 1:
         return replace(state, lead=tuple(lead))
     added = state.added
@@ -163,35 +167,37 @@ def _view(state: State, *sizes: Any, **_: Any) -> State:
     return replace(state, lead=tuple(lead), inner=tuple(lead), added=added)
 
 
-def _softmax(state: State, dim: Any = None, *_: Any, **__: Any) -> State:
+def _softmax(state: ScoresState, dim: Any = None, *_: Any, **__: Any) -> ScoresState:
     _check_before_softmax(state)
     if dim not in (-1, len(state.lead) + 1):
-        raise unknown("its softmax is not over keys")
+        raise unsplit_refusal("its softmax is not over keys")
     return replace(state, weights=True)
 
 
-def _dropout(state: State, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> State:
+def _dropout(
+    state: ScoresState, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+) -> ScoresState:
     if not state.weights or state.drawn is not None:
-        raise unknown("it applies dropout to its scores, or twice")
+        raise unsplit_refusal("it applies dropout to its scores, or twice")
     if not training or not p:
         return state
     rows, heads = _heads(state)
     return replace(state, drawn=state.shard.draw(p, rows, heads))
 
 
-def _keep(state: State, *_: Any, **__: Any) -> State:
+def _keep(state: ScoresState, *_: Any, **__: Any) -> ScoresState:
     return state
 
 
-def _values(state: State, value: Tensor) -> Tensor:
+def _values(state: ScoresState, value: Tensor) -> Tensor:
     """Compute the product with values: the attention call."""
     if not state.weights:
-        raise unknown("its scores are scaled twice before their softmax")
+        raise unsplit_refusal("its scores are scaled twice before their softmax")
     rows, heads = _heads(state)
-    mask = state.mask or Mask()
+    mask = state.mask or AttentionMask()
     tagged = next((tag for tag in mask.tags if tag is not None), None)
     if tagged is not None and len(tagged) not in (1, rows):
-        raise unknown("its heads and rows share a dim")
+        raise unsplit_refusal("its heads and rows share a dim")
     if state.added is not None:
         rows_and_heads = (
             state.added.reshape(state.added.shape[0], -1, *state.added.shape[-2:])
@@ -201,25 +207,33 @@ def _values(state: State, value: Tensor) -> Tensor:
         mask = replace(mask, rows=rows_and_heads)
     parts = [_to_four_dims(x, state, rows) for x in (state.query, state.key, value)]
     blind: Any = "mean" if state.hides or mask.present is not None else "zero"
-    call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind=blind, drawn=state.drawn)
+    call = AttentionCall(
+        parts[0],
+        parts[1],
+        parts[2],
+        mask,
+        state.scale,
+        unseen_result=blind,
+        dropout_mask=state.drawn,
+    )
     out = state.shard.attend(state.how, call)
     return out.reshape(*state.lead, *out.shape[-2:])
 
 
-def _heads(state: State) -> tuple[int, int]:
+def _heads(state: ScoresState) -> tuple[int, int]:
     return state.inner[0], math.prod(state.inner[1:])
 
 
-def _to_four_dims(x: Tensor, state: State, rows: int) -> Tensor:
+def _to_four_dims(x: Tensor, state: ScoresState, rows: int) -> Tensor:
     """Return a factor as [rows, heads, tokens, size]."""
     if x.shape[:-2].numel() not in (math.prod(state.lead), rows):
-        raise unknown("its queries, keys and values have different numbers of heads")
+        raise unsplit_refusal("its queries, keys and values have different numbers of heads")
     return x.reshape(rows, -1, *x.shape[-2:])
 
 
-def _check_before_softmax(state: State) -> None:
+def _check_before_softmax(state: ScoresState) -> None:
     if state.weights:
-        raise unknown("it changes its weights after their softmax")
+        raise unsplit_refusal("it changes its weights after their softmax")
 
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -241,21 +255,21 @@ RULES: dict[str, Callable[..., Any]] = {
 
 
 PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm}
+ADDED_PRODUCTS: set[Any] = {torch.baddbmm, Tensor.baddbmm}
 
 
-def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def product_factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return both factors of a matrix product, as a model may write it; () for other calls."""
     if func in PRODUCTS:
         given = (*args, *kwargs.values())
-    elif func in ADDED:
+    elif func in ADDED_PRODUCTS:
         given = (*args[1:], *(kwargs[n] for n in ("batch1", "batch2") if n in kwargs))
     else:
         return ()
     return tuple(given[:2])
 
 
-def scored(found: Sequence[Any], length: int) -> bool:
+def is_query_key_product(found: Sequence[Any], length: int) -> bool:
     """Return whether factors are queries [.., length, d] and transposed keys [.., d, length]."""
     if len(found) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in found):
         return False
@@ -263,7 +277,7 @@ def scored(found: Sequence[Any], length: int) -> bool:
     return bool(a.shape[-2] == b.shape[-1] == length and a.shape[-1] > 1)
 
 
-class Lines(Ambient):
+class ProductLines(AmbientMode):
     """Mode that records in a full forward the lines that multiply queries and keys."""
 
     def __init__(self, length: int) -> None:
@@ -276,8 +290,8 @@ class Lines(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if scored(factors(func, args, kwargs), self.length):
-            self.found.add(caller())
+        if is_query_key_product(product_factors(func, args, kwargs), self.length):
+            self.found.add(calling_line())
         return self.run(func, types, args, kwargs)
 
 
@@ -290,14 +304,14 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv"}
 class Scores:
     """Stand-in for scores, or weights, that are not computed: records operations on them."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ScoresState) -> None:
         self.state = state
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return follow(func, args, dict(kwargs or {}))
+        return apply_to_scores(func, args, dict(kwargs or {}))
 
     @property
     def shape(self) -> torch.Size:
@@ -327,12 +341,12 @@ class Scores:
         if name.startswith("__") or not callable(getattr(Tensor, name, None)):
             raise AttributeError(name)
         func = getattr(Tensor, name)
-        return lambda *args, **kwargs: follow(func, (self, *args), kwargs)
+        return lambda *args, **kwargs: apply_to_scores(func, (self, *args), kwargs)
 
 
 def _operator_method(name: str) -> Callable[..., Any]:
     def run(self: Scores, *args: Any) -> Any:
-        return follow(getattr(Tensor, name), (self, *args), {})
+        return apply_to_scores(getattr(Tensor, name), (self, *args), {})
 
     return run
 
@@ -343,30 +357,30 @@ for _name in (
     setattr(Scores, f"__{_name}__", _operator_method(f"__{_name}__"))
 
 
-def begin(
+def begin_scores(
     shard: SequenceShard, how: AttentionMethod, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Scores | None:
     """Return the scores of a product of queries and keys; None for another product."""
-    found = factors(func, args, kwargs)
-    if not scored(found, shard.length):
+    found = product_factors(func, args, kwargs)
+    if not is_query_key_product(found, shard.length):
         return None
     query, key = found[0], found[1].mT
     lead = _lead(query.shape[:-2], key.shape[:-2])
-    state = State(shard, how, query, key, lead, lead)
-    if func not in ADDED:
+    state = ScoresState(shard, how, query, key, lead, lead)
+    if func not in ADDED_PRODUCTS:
         return Scores(state)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-    bias = rows_of(state, args[0] if args else kwargs["input"])
-    return Scores(plus(replace(state, scale=float(alpha)), bias * beta))
+    bias = expand_added(state, args[0] if args else kwargs["input"])
+    return Scores(add_to_scores(replace(state, scale=float(alpha)), bias * beta))
 
 
 def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b)):
-        raise unknown("its queries and keys have different numbers of heads")
+        raise unsplit_refusal("its queries and keys have different numbers of heads")
     return tuple(map(max, a, b))
 
 
-def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def apply_to_scores(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply a function to scores or weights; raise Refusal S661 if it is not supported."""
     name = getattr(func, "__name__", "?")
     plain = name.strip("_")
@@ -374,11 +388,13 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not args or not isinstance(args[0], Scores):
         plain = "" if kwargs else _REFLECTED.get(plain, "")
     if len(there) != 1 or plain not in RULES:
-        raise unknown(f"`{name}` on its scores is not supported: pass it to torch's attention")
+        raise unsplit_refusal(
+            f"`{name}` on its scores is not supported: pass it to torch's attention"
+        )
     scores, rest = there[0], tuple(x for x in args if x is not there[0])
     made = RULES[plain](scores.state, *rest, **kwargs)
     written = name.endswith("_") and not name.startswith("__")
-    if (written or plain in _IN_PLACE) and isinstance(made, State):
+    if (written or plain in _IN_PLACE) and isinstance(made, ScoresState):
         scores.state = made
         return scores
-    return Scores(made) if isinstance(made, State) else made
+    return Scores(made) if isinstance(made, ScoresState) else made

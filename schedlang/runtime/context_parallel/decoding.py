@@ -17,16 +17,20 @@ from torch import Tensor
 
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import Group, all_gather
-from schedlang.runtime.context_parallel.attention import beside_sinks
-from schedlang.runtime.context_parallel.local_attention import Forward, Rules, Tokens
+from schedlang.runtime.context_parallel.attention import apply_sinks
+from schedlang.runtime.context_parallel.local_attention import (
+    BlockRules,
+    BlockwiseForward,
+    PlacedTokens,
+)
 from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
-from schedlang.runtime.context_parallel.ring import shares
-from schedlang.runtime.context_parallel.token_layout import Layout, Reach, Tags
+from schedlang.runtime.context_parallel.ring import softmax_shares
+from schedlang.runtime.context_parallel.token_layout import PositionMask, SequenceLayout, TokenTags
 
 SCORES = 2**16  # scores per block, for each row and head
 
 
-class Turns:
+class CacheAssignment:
     """The assignment of tokens to the caches of ranks; all ranks compute the same assignment.
 
     held  positions of this rank's cached tokens, in cache order
@@ -34,9 +38,9 @@ class Turns:
 
     def __init__(self, place: int, ranks: int, device: torch.device) -> None:
         self.place, self.counts = place, [0] * ranks
-        self.held = torch.empty(0, dtype=torch.int64, device=device)
+        self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
-    def prompt(self, layout: Layout, tokens: int) -> Tensor:
+    def assign_prompt(self, layout: SequenceLayout, tokens: int) -> Tensor:
         """Assign the first `tokens` tokens by a layout.
 
         Returns the indices of this rank's tokens among its tokens of the layout.
@@ -44,11 +48,11 @@ class Turns:
         places = range(len(layout.runs))
         there = [layout.positions(place) < tokens for place in places]
         self.counts = [int(some.sum()) for some in there]
-        own = there[self.place].nonzero()[:, 0].to(self.held.device)
-        self.held = layout.positions(self.place, own.device)[own]
+        own = there[self.place].nonzero()[:, 0].to(self.positions.device)
+        self.positions = layout.positions(self.place, own.device)[own]
         return own
 
-    def new(self, tokens: int) -> Tensor:
+    def assign_new(self, tokens: int) -> Tensor:
         """Assign further tokens; return the indices of those that this rank caches."""
         first, own = sum(self.counts), list[int]()
         for token in range(tokens):
@@ -56,8 +60,8 @@ class Turns:
             self.counts[place] += 1
             if place == self.place:
                 own.append(token)
-        mine = torch.tensor(own, dtype=torch.int64, device=self.held.device)
-        self.held = torch.cat([self.held, mine + first])
+        mine = torch.tensor(own, dtype=torch.int64, device=self.positions.device)
+        self.positions = torch.cat([self.positions, mine + first])
         return mine
 
 
@@ -71,23 +75,23 @@ class Decoding:
     given   keys and values that the cache has returned to attentions that have not used them yet
     """
 
-    held: Tensor
-    own: Tensor
+    key_positions: Tensor
+    cached_tokens: Tensor
     shapes: bool = False
-    given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    returned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     layout = None  # outputs are replicated
     more = False
 
     def on_meta(self) -> Decoding:
         """Return the decoding for shapes only, without communication."""
-        return Decoding(self.held, self.own, shapes=True)
+        return Decoding(self.key_positions, self.cached_tokens, shapes=True)
 
-    def knows(self, key: Tensor, value: Tensor) -> bool:
+    def is_from_cache(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are the cache's own tensors; forget these tensors."""
-        found = [k for k, (a, b) in enumerate(self.given) if a is key and b is value]
+        found = [k for k, (a, b) in enumerate(self.returned) if a is key and b is value]
         for k in reversed(found):
-            del self.given[k]
+            del self.returned[k]
         return bool(found)
 
     def attend(
@@ -95,7 +99,7 @@ class Decoding:
         how: AttentionMethod,
         tensors: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
-        rules: Rules,
+        rules: BlockRules,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention of the new tokens to all ranks' keys: [rows, heads, new, size].
@@ -111,33 +115,35 @@ class Decoding:
         with torch._C.DisableTorchFunction():
             out, lse = self._attend_local(query, key, value, mask, rules)
             for group in reversed(how.groups):
-                out, lse = joined(out, lse, group)
-            return beside_sinks(out, lse, sinks).to(query.dtype)
+                out, lse = combine_ranks(out, lse, group)
+            return apply_sinks(out, lse, sinks).to(query.dtype)
 
     def _attend_local(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rules: Rules
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rules: BlockRules
     ) -> tuple[Tensor, Tensor]:
         """Attend to this rank's keys, in cache order; the mask is selected by their positions."""
         new, kept = query.shape[2], key.shape[2]
-        rows = None if mask is None else mask.index_select(-1, self.held)
-        rules = Rules(Reach(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // new))
-        at = Tokens((range(new),), Tags())
-        state = Forward(rules, query, at, value.shape[-1])
+        rows = None if mask is None else mask.index_select(-1, self.key_positions)
+        rules = BlockRules(
+            PositionMask(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // new)
+        )
+        at = PlacedTokens((range(new),), TokenTags())
+        state = BlockwiseForward(rules, query, at, value.shape[-1])
         if kept:
-            state.add(key, value, Tokens((range(kept),), Tags()))
+            state.add(key, value, PlacedTokens((range(kept),), TokenTags()))
         return state.out, state.lse
 
 
-def joined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def combine_ranks(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Combine the results of a group's ranks for the same queries, by one all-gather."""
     if group.size == 1:
         return out, lse
     found = all_gather(torch.cat([out, lse[..., None]], -1)[None], 0, group)
     each = found[..., -1]
-    return (found[..., :-1] * shares(each)[..., None]).sum(0), each.logsumexp(0)
+    return (found[..., :-1] * softmax_shares(each)[..., None]).sum(0), each.logsumexp(0)
 
 
-def decoding() -> Decoding | None:
+def current_decoding() -> Decoding | None:
     """Return the decoding that this thread runs; None if it runs another forward."""
-    found: Any = scope.visit()
+    found: Any = scope.current_visit()
     return found if isinstance(found, Decoding) else None

@@ -21,24 +21,26 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.context_parallel.token_layout import (
-    Dropout,
-    Reach,
+    AttentionDropout,
+    PositionMask,
     Runs,
-    Tags,
-    distance,
-    pieces,
-    seen,
+    TokenTags,
+    key_distances,
+    split_runs,
+    visible_keys,
 )
 from schedlang.runtime.device import on_host
 
-SMALL = (torch.float32, torch.bfloat16, torch.float16)
+FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def form(reach: Reach, queries: range, keys: range) -> tuple[slice, slice, bool] | None:
+def flash_form(
+    reach: PositionMask, queries: range, keys: range
+) -> tuple[slice, slice, bool] | None:
     """Return (queries, keys, causal) of one flash call that computes a block; None: none does."""
-    if reach.everything(queries, keys):
+    if reach.shows_all(queries, keys):
         return slice(0, len(queries)), slice(0, len(keys)), False
-    if reach != Reach(ahead=0) or len(queries) != len(keys) or queries.step != keys.step:
+    if reach != PositionMask(ahead=0) or len(queries) != len(keys) or queries.step != keys.step:
         return None
     late = keys.start - queries.start
     if -keys.step < late <= 0:  # query i and all later queries see key i
@@ -48,7 +50,9 @@ def form(reach: Reach, queries: range, keys: range) -> tuple[slice, slice, bool]
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute flash attention; return the result, and its log-sum-exp in float32."""
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     if on_host(q):
@@ -62,7 +66,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     return found[0], found[1][:, :, : q.shape[2]]
 
 
-def backward(
+def flash_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -112,10 +116,15 @@ def _sum_copies(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.float().view(rows, heads, -1, tokens, width).sum(2)
 
 
-def usable(q: Tensor, v: Tensor) -> bool:
+def can_use_flash(q: Tensor, v: Tensor) -> bool:
     """Return whether torch has a flash operator for these tensors that passed its check here."""
     same = q.shape[-1] == v.shape[-1]
-    return same and not q.is_meta and q.dtype in SMALL and _right(q.dtype, q.device, q.shape[-1])
+    return (
+        same
+        and not q.is_meta
+        and q.dtype in FLASH_DTYPES
+        and _right(q.dtype, q.device, q.shape[-1])
+    )
 
 
 @lru_cache(maxsize=64)
@@ -142,8 +151,8 @@ def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
     q, k, v, grad = (x.to(device, dtype) for x in samples)
-    out, lse = forward(q, k, v, causal, 0.3)
-    found = [out, lse, *backward(grad, q, k, v, out, lse, causal, 0.3)]
+    out, lse = flash_forward(q, k, v, causal, 0.3)
+    found = [out, lse, *flash_backward(grad, q, k, v, out, lse, causal, 0.3)]
     with torch.enable_grad():
         leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
         scores = leaves[0] @ leaves[1].mT * 0.3
@@ -155,32 +164,32 @@ def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, wanted))
 
 
-BLOCK = 256  # tokens
+BLOCK_TOKENS = 256  # tokens
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PlacedTokens:
     """The tokens of one place: their positions in the sequence, and their tags."""
 
     runs: Runs
-    tags: Tags
+    tags: TokenTags
 
 
 @dataclass(frozen=True)
-class Rules:
+class BlockRules:
     """The options of all blocks of an attention call; slopes and rows as in `Mask`."""
 
-    reach: Reach
+    reach: PositionMask
     scale: float
     cap: float | None = None
     slopes: Tensor | None = None
     rows: Tensor | None = None
-    dropout: Dropout | None = None
-    block: int = BLOCK
+    dropout: AttentionDropout | None = None
+    block: int = BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
-class Pair:
+class BlockPair:
     """A block of queries and a block of keys; at least one query sees at least one key.
 
     rows, cols     their places among the local queries and keys
@@ -192,12 +201,12 @@ class Pair:
     cols: slice
     queries: range
     keys: range
-    at: Tags
-    to: Tags
+    at: TokenTags
+    to: TokenTags
 
 
 @dataclass(frozen=True)
-class Quick:
+class FlashPair:
     """A run of queries and a run of keys for one call of flash attention."""
 
     rows: slice
@@ -205,7 +214,9 @@ class Quick:
     causal: bool
 
 
-def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[Quick | Pair]:
+def split_work(
+    rules: BlockRules, queries: PlacedTokens, keys: PlacedTokens, quick: bool
+) -> Iterator[FlashPair | BlockPair]:
     """Yield the pairs of queries and visible keys: for flash attention if possible, else blocks.
 
     `quick`: whether flash attention may be used.
@@ -218,72 +229,80 @@ def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[
     for run in queries.runs:
         first = 0
         for other in keys.runs:
-            made = form(rules.reach, run, other) if quick else None
+            made = flash_form(rules.reach, run, other) if quick else None
             if made is not None:
                 rows, cols, causal = made
-                yield Quick(_shift_slice(rows, start), _shift_slice(cols, first), causal)
+                yield FlashPair(_shift_slice(rows, start), _shift_slice(cols, first), causal)
             else:
-                yield from pairs(
-                    rules, Tokens((run,), queries.tags), Tokens((other,), keys.tags), start, first
+                yield from split_blocks(
+                    rules,
+                    PlacedTokens((run,), queries.tags),
+                    PlacedTokens((other,), keys.tags),
+                    start,
+                    first,
                 )
             first += len(other)
         start += len(run)
 
 
-def pairs(
-    rules: Rules, queries: Tokens, keys: Tokens, start: int = 0, first: int = 0
-) -> Iterator[Pair]:
+def split_blocks(
+    rules: BlockRules, queries: PlacedTokens, keys: PlacedTokens, start: int = 0, first: int = 0
+) -> Iterator[BlockPair]:
     """Yield the blocks that positions alone do not hide.
 
     `start` and `first` are the indices of the first query and of the first key.
     """
-    columns = pieces(keys.runs, rules.block)
-    for begin, where in pieces(queries.runs, rules.block):
+    columns = split_runs(keys.runs, rules.block)
+    for begin, where in split_runs(queries.runs, rules.block):
         rows = _shift_slice(slice(0, len(where)), start + begin)
-        at = queries.tags.cut(rows.start, rows.stop)
+        at = queries.tags.narrow(rows.start, rows.stop)
         for begins, other in columns:
-            if not rules.reach.nothing(where, other):
+            if not rules.reach.hides_all(where, other):
                 cols = _shift_slice(slice(0, len(other)), first + begins)
-                yield Pair(rows, cols, where, other, at, keys.tags.cut(cols.start, cols.stop))
+                yield BlockPair(
+                    rows, cols, where, other, at, keys.tags.narrow(cols.start, cols.stop)
+                )
 
 
 def _shift_slice(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which attention is accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Forward:
+class BlockwiseForward:
     """The forward over packets of keys.
 
     `out` is the normalized result so far, `lse` its log-sum-exp.
     """
 
-    def __init__(self, rules: Rules, q: Tensor, tokens: Tokens, width: int) -> None:
+    def __init__(self, rules: BlockRules, q: Tensor, tokens: PlacedTokens, width: int) -> None:
         self.rules, self.q, self.tokens = rules, q, tokens
-        kind = wide(q.dtype)
+        kind = accumulation_dtype(q.dtype)
         self.out = q.new_zeros((*q.shape[:3], width), dtype=kind)
         self.lse = q.new_full(q.shape[:3], -math.inf, dtype=kind)
 
-    def add(self, k: Tensor, v: Tensor, keys: Tokens) -> None:
+    def add(self, k: Tensor, v: Tensor, keys: PlacedTokens) -> None:
         """Attend to the keys of one more packet."""
         if self.q.is_meta:
             return  # only shapes matter, and a long sequence has very many blocks
-        for part in parts(self.rules, self.tokens, keys, usable(self.q, v)):
-            if isinstance(part, Quick):
+        for part in split_work(self.rules, self.tokens, keys, can_use_flash(self.q, v)):
+            if isinstance(part, FlashPair):
                 q, cols = self.q[:, :, part.rows], part.cols
-                out, lse = forward(q, k[:, :, cols], v[:, :, cols], part.causal, self.rules.scale)
+                out, lse = flash_forward(
+                    q, k[:, :, cols], v[:, :, cols], part.causal, self.rules.scale
+                )
                 self._merge(part.rows, out.to(self.out.dtype), lse)
             else:
                 self._block(part, k, v)
 
-    def _block(self, pair: Pair, k: Tensor, v: Tensor) -> None:
+    def _block(self, pair: BlockPair, k: Tensor, v: Tensor) -> None:
         scores, _ = _scores(self.rules, self.q, k, pair)
         lse = scores.logsumexp(-1)
-        weights = (scores - finite(lse)[..., None]).exp_()
+        weights = (scores - replace_infinite(lse)[..., None]).exp_()
         if self.rules.dropout is not None:
             weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
         self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
@@ -299,7 +318,7 @@ class Forward:
         self.lse[:, :, rows] = torch.logaddexp(before, lse)
 
 
-class Backward:
+class BlockwiseBackward:
     """The backward over packets of keys: gradients of one rank's queries, and of each packet.
 
     `inner` is, for each query, the sum of result times gradient, minus the gradient of the
@@ -309,9 +328,9 @@ class Backward:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: BlockRules,
         q: Tensor,
-        tokens: Tokens,
+        tokens: PlacedTokens,
         lse: Tensor,
         grad: Tensor,
         inner: Tensor,
@@ -323,24 +342,24 @@ class Backward:
         self.slopes = _zeros_like(rules.slopes, lse.dtype)
         self.rows = _zeros_like(rules.rows, lse.dtype) if _is_additive(rules.rows) else None
 
-    def add(self, k: Tensor, v: Tensor, keys: Tokens) -> tuple[Tensor, Tensor]:
+    def add(self, k: Tensor, v: Tensor, keys: PlacedTokens) -> tuple[Tensor, Tensor]:
         """Return the partial gradients of a packet's keys and values; add the queries' to `dq`."""
         kind = self.lse.dtype
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         if self.q.is_meta:
             return dk, dv
-        quick = self.out is not None and usable(self.q, v)
-        for part in parts(self.rules, self.tokens, keys, quick):
-            if isinstance(part, Quick):
+        quick = self.out is not None and can_use_flash(self.q, v)
+        for part in split_work(self.rules, self.tokens, keys, quick):
+            if isinstance(part, FlashPair):
                 self._quick(part, k, v, dk, dv)
             else:
                 self._block(part, k, v, dk, dv)
         return dk, dv
 
-    def _quick(self, part: Quick, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def _quick(self, part: FlashPair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         rows, cols, kind = part.rows, part.cols, self.q.dtype
         assert self.out is not None
-        grads = backward(
+        grads = flash_backward(
             self.grad[:, :, rows].to(kind),
             self.q[:, :, rows],
             k[:, :, cols],
@@ -354,11 +373,11 @@ class Backward:
         dk[:, :, cols] += grads[1]
         dv[:, :, cols] += grads[2]
 
-    def _block(self, pair: Pair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def _block(self, pair: BlockPair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         rules, rows, cols = self.rules, pair.rows, pair.cols
         grad = self.grad[:, :, rows]
         scores, slant = _scores(rules, self.q, k, pair)
-        weights = (scores - finite(self.lse[:, :, rows])[..., None]).exp_()
+        weights = (scores - replace_infinite(self.lse[:, :, rows])[..., None]).exp_()
         d = _times(grad, v[:, :, cols].mT)
         dropped = weights
         if rules.dropout is not None:
@@ -367,7 +386,7 @@ class Backward:
         dv[:, :, cols] += _transposed_times(dropped, grad, v.shape[1])
         d = (d - self.inner[:, :, rows, None]).mul_(weights)
         if self.slopes is not None:
-            far = distance(pair.queries, pair.keys, pair.at, pair.to, d)
+            far = key_distances(pair.queries, pair.keys, pair.at, pair.to, d)
             self.slopes -= (d * far).sum((0, 2, 3))
         if self.rows is not None:
             into = _rows(self.rows, pair)
@@ -379,7 +398,9 @@ class Backward:
         dk[:, :, cols] += _transposed_times(d, self.q[:, :, rows], k.shape[1])
 
 
-def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    rules: BlockRules, q: Tensor, k: Tensor, pair: BlockPair
+) -> tuple[Tensor, Tensor | None]:
     """Return a block's scores, -inf where masked, and the derivative of the cap, if any."""
     slant = None
     scores = _times(q[:, :, pair.rows], k[:, :, pair.cols].mT).mul_(rules.scale)
@@ -388,16 +409,16 @@ def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Ten
         slant = 1 - scores * scores
         scores *= rules.cap
     if rules.slopes is not None:
-        far = distance(pair.queries, pair.keys, pair.at, pair.to, scores)
+        far = key_distances(pair.queries, pair.keys, pair.at, pair.to, scores)
         scores -= rules.slopes.to(scores.dtype)[:, None, None] * far
     if rules.rows is not None:
         made = _rows(rules.rows, pair)
         scores = scores + made if _is_additive(made) else scores.masked_fill_(~made, -math.inf)
-    visible = seen(rules.reach, pair.queries, pair.keys, pair.at, pair.to, scores.device)
+    visible = visible_keys(rules.reach, pair.queries, pair.keys, pair.at, pair.to, scores.device)
     return (scores if visible is None else scores.masked_fill_(~visible, -math.inf)), slant
 
 
-def _rows(rows: Tensor, pair: Pair) -> Tensor:
+def _rows(rows: Tensor, pair: BlockPair) -> Tensor:
     """Return a block's part of `Rules.rows`, whose keys are in the order of the sequence."""
     keys, queries = pair.keys, slice(None) if rows.shape[2] == 1 else pair.rows
     return rows[:, :, queries, keys.start : keys.stop : keys.step]
@@ -413,7 +434,7 @@ def _zeros_like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
     """Return x @ y for each head; y may have fewer heads, each shared by consecutive heads of x."""
-    kind = wide(x.dtype)
+    kind = accumulation_dtype(x.dtype)
     rows, heads, count, width = x.shape
     x = x.to(kind).reshape(rows, y.shape[1], heads // y.shape[1] * count, width)
     return (x @ y.to(kind)).view(rows, heads, count, y.shape[-1])
@@ -421,11 +442,11 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 
 def _transposed_times(x: Tensor, y: Tensor, heads: int) -> Tensor:
     """Return x.mT @ y, summed over the query heads that share one of `heads` key-value heads."""
-    kind = wide(x.dtype)
+    kind = accumulation_dtype(x.dtype)
     x, y = (t.to(kind).reshape(t.shape[0], heads, -1, t.shape[-1]) for t in (x, y))
     return x.mT @ y
 
 
-def finite(lse: Tensor) -> Tensor:
+def replace_infinite(lse: Tensor) -> Tensor:
     """Replace -inf with 0, so that weights of a query that sees no key become 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, 0)

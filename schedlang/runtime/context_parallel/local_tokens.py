@@ -1,11 +1,11 @@
 """A microbatch that is split by tokens: the inputs of each rank, and values of the full sequence.
 
 * `SequenceShard`: the tokens of one rank, and the exchange of keys and values with other ranks.
-* `Known`: values that every rank has for the full sequence, i.e. integers of the batch, positions,
-  and whatever the model computes from them alone (positions by a cumulative sum over a mask, biases
-  by distances).  These are computed for the full sequence without communication; a rank uses its
-  own tokens of them.
-* `Tokens`: how a model runs on a rank's tokens; splits microbatches.
+* `FullSequenceTensor`: values that every rank has for the full sequence, i.e. integers of the
+  batch, positions, and whatever the model computes from them alone (positions by a cumulative sum
+  over a mask, biases by distances).  These are computed for the full sequence without
+  communication; a rank uses its own tokens of them.
+* `TokenSplit`: how a model runs on a rank's tokens; splits microbatches.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import Batch, Part, dotted, rows_of
+from schedlang.runtime.batch import Batch, BatchPart, dotted_path, row_count
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel.token_layout import Layout, Mask
-from schedlang.runtime.sequence_pipelining.carry import Place, items_of
+from schedlang.runtime.context_parallel.token_layout import AttentionMask, SequenceLayout
+from schedlang.runtime.sequence_pipelining.carried_keys import Place, index_items
 from schedlang.runtime.sequence_pipelining.slices import (
-    SequenceParts,
-    length_of,
-    runs_along,
-    sections,
+    SplitSequences,
+    has_token_dim,
+    is_multi_position,
+    sequence_length,
 )
 
 UNSPLIT = "S661"
@@ -47,7 +47,7 @@ class AttentionMethod:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of an attention call; query, key, value: [rows, heads, local tokens, size].
 
     drawn  the result of `SequenceShard.draw`, if the model's own dropout of weights ran before
@@ -59,11 +59,11 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Mask
+    mask: AttentionMask
     scale: float | None = None
     dropout: float = 0.0
-    blind: Literal["zero", "mean", "scores"] = "zero"
-    drawn: Any = None
+    unseen_result: Literal["zero", "mean", "scores"] = "zero"
+    dropout_mask: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,10 +74,10 @@ class Call:
 class Exchange(Protocol):
     """A function that computes attention of local queries to the keys of all ranks."""
 
-    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
+    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: AttentionCall) -> Tensor:
         """Compute the attention of a shard's tokens to the full sequence."""
 
-    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Any:
+    def draw_dropout(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Any:
         """Draw the dropout mask of attention weights for the running module."""
 
 
@@ -92,7 +92,7 @@ class SequenceShard:
     exchange   computes attention; None: for shapes only
     """
 
-    layout: Layout
+    layout: SequenceLayout
     place: int
     exchange: Exchange | None = None
     documents: Tensor | None = None
@@ -138,7 +138,7 @@ class SequenceShard:
         padding = None if self.padding is None else self.padding.to("meta")
         return replace(self, exchange=None, padding=padding)
 
-    def attend(self, how: AttentionMethod, call: Call) -> Tensor:
+    def attend(self, how: AttentionMethod, call: AttentionCall) -> Tensor:
         """Compute the attention of the local tokens to the full sequence."""
         if self.exchange is None:
             return call.query.new_empty(call.shape)
@@ -146,16 +146,16 @@ class SequenceShard:
 
     def draw(self, p: float, rows: int, heads: int) -> Any:
         """Draw the dropout mask of an attention call, for `Call.drawn`; None without exchange."""
-        return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
+        return None if self.exchange is None else self.exchange.draw_dropout(self, p, rows, heads)
 
 
 def current_shard() -> SequenceShard | None:
     """Return the shard for which this thread runs a model; None if sequences are not split."""
-    found: Any = scope.visit()
+    found: Any = scope.current_visit()
     return found if isinstance(found, SequenceShard) else None
 
 
-class Known(Tensor):
+class FullSequenceTensor(Tensor):
     """A tensor of a rank's tokens; `whole` is the value of the full sequence along dim `at`.
 
     `at` is negative.  A `pair` has tokens along two dims, queries and keys: in `whole` the queries
@@ -168,31 +168,33 @@ class Known(Tensor):
     pair: bool
 
 
-def known(shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False) -> Known:
+def take_shard(
+    shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False
+) -> FullSequenceTensor:
     """Return a shard's tokens of a value with the full sequence along a dim."""
     dim = dim if dim < 0 else dim - whole.dim()
-    made = whole.index_select(dim, shard.positions(whole.device)).as_subclass(Known)
+    made = whole.index_select(dim, shard.positions(whole.device)).as_subclass(FullSequenceTensor)
     made.whole, made.at, made.pair = whole, dim, pair
     return made
 
 
-def whole_of(value: Any) -> Tensor | None:
-    """Return the full sequence of a `Known` value; None for other values."""
-    return value.whole if isinstance(value, Known) else None
+def full_sequence_of(value: Any) -> Tensor | None:
+    """Return the full sequence of a `FullSequenceTensor` value; None for other values."""
+    return value.whole if isinstance(value, FullSequenceTensor) else None
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a value as a plain tensor of the rank's tokens."""
-    return value.as_subclass(Tensor) if isinstance(value, Known) else value
+    return value.as_subclass(Tensor) if isinstance(value, FullSequenceTensor) else value
 
 
-def over_all_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
+def expand_over_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
     """Return values for scores as [.., local queries or 1, keys of the full sequence].
 
     None if the values of other ranks' keys are not known.
     """
     value: Tensor = given
-    if isinstance(given, Known) and given.whole is not None and given.at == -1:
+    if isinstance(given, FullSequenceTensor) and given.whole is not None and given.at == -1:
         value = given.whole
     total = shard.layout.total
     if value.is_meta and value.dim() > 1 and value.shape[-1] == shard.length > 1:
@@ -208,12 +210,12 @@ def over_all_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
     return value.expand(*value.shape[:-1], total)
 
 
-def followed(
+def compute_on_full(
     shard: SequenceShard, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compute a function for the full sequence; None if the function must be called unchanged."""
     held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
-    there = [x for x in held if whole_of(x) is not None]
+    there = [x for x in held if full_sequence_of(x) is not None]
     if not there or func not in RULES:
         return _drop_full(func, args)
     try:
@@ -227,13 +229,13 @@ def _drop_full(func: Any, args: Sequence[Any]) -> None:
     """Drop the full sequence of a value into which only this rank's tokens are written."""
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if writes and args and isinstance(args[0], Known):
+    if writes and args and isinstance(args[0], FullSequenceTensor):
         args[0].whole = None
 
 
 @dataclass
 class _Operands:
-    """A call, its tensors (`held`), and the `Known` tensors among them (`there`)."""
+    """A call, its tensors (`held`), and the `FullSequenceTensor` tensors among them (`there`)."""
 
     shard: SequenceShard
     func: Any
@@ -251,7 +253,7 @@ class _Operands:
         """Run the call on values of the full sequence along a dim."""
 
         def full_value(value: Any) -> Any:
-            found = whole_of(value)
+            found = full_sequence_of(value)
             return found if found is not None and value.at == dim else value
 
         return self.func(
@@ -259,8 +261,9 @@ class _Operands:
             **torch_pytree.tree_map(full_value, dict(self.kwargs)),
         )
 
-    def placed(self, local: Any, whole: Any) -> Known | None:
-        """Return a result as `Known`; None unless local and full shape differ in one token dim."""
+    def placed(self, local: Any, whole: Any) -> FullSequenceTensor | None:
+        """Return a result as `FullSequenceTensor`; None unless local and full shape differ in one
+        token dim."""
         if not isinstance(whole, Tensor) or local.dim() != whole.dim():
             return None
         found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
@@ -268,30 +271,30 @@ class _Operands:
             return None
         if local.shape[found[0]] != self.shard.length:
             return None
-        return known(self.shard, whole, found[0], self.pair)
+        return take_shard(self.shard, whole, found[0], self.pair)
 
 
 # -- rules ---------------------------------------------------------------------------------------
 
 
-def _pointwise(case: _Operands) -> Known | None:
+def _pointwise(case: _Operands) -> FullSequenceTensor | None:
     """Apply an elementwise call: along the last token dim of all operands."""
     dim = max(x.at for x in case.there)
     for x in case.held:
-        if whole_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
+        if full_sequence_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
             return None  # of the rank's tokens only
     made = case.on_whole(dim)
     fits = isinstance(made, Tensor) and made.shape[dim] == case.shard.layout.total
-    return known(case.shard, made, dim, case.pair) if fits else None
+    return take_shard(case.shard, made, dim, case.pair) if fits else None
 
 
-def _moved(case: _Operands) -> Known | None:
+def _moved(case: _Operands) -> FullSequenceTensor | None:
     """Apply a call that adds, removes or moves dims, or a cumulative sum."""
     dim = case.there[0].at
     return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
 
 
-def _concatenated(case: _Operands) -> Known | None:
+def _concatenated(case: _Operands) -> FullSequenceTensor | None:
     """Apply a concatenation along a dim that is not the dim of tokens."""
     same = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
     return _moved(case) if same else None
@@ -310,9 +313,9 @@ def _reduced(case: _Operands) -> Any:
 def _item(case: _Operands) -> Any:
     """Apply indexing: new dims and full slices of a value, or a lookup in a table by pairs."""
     table, index = case.args
-    if whole_of(table) is None:
-        return _looked_up(case, 1 - table.dim()) if whole_of(index) is not None else None
-    items, length = items_of(index), case.shard.length
+    if full_sequence_of(table) is None:
+        return _looked_up(case, 1 - table.dim()) if full_sequence_of(index) is not None else None
+    items, length = index_items(index), case.shard.length
     runs = [item for item in items if isinstance(item, slice)]
     if any(isinstance(item, Tensor) for item in items) or any(
         run.start not in (None, 0) or run.stop not in (None, length) or run.step not in (None, 1)
@@ -324,13 +327,13 @@ def _item(case: _Operands) -> Any:
     return case.placed(local, case.on_whole(table.at, (table, full)))
 
 
-def _looked_up(case: _Operands, by: int = -1) -> Known | None:
+def _looked_up(case: _Operands, by: int = -1) -> FullSequenceTensor | None:
     """Apply a lookup by pairs of tokens; a lookup by tokens is local, and not followed."""
     (pair,) = case.there
-    return known(case.shard, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
+    return take_shard(case.shard, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
 
 
-def _shaped(case: _Operands) -> Known | None:
+def _shaped(case: _Operands) -> FullSequenceTensor | None:
     """Apply a reshape that keeps the dim of tokens and the sizes behind it."""
     (x,), length, total = case.there, case.shard.length, case.shard.layout.total
     if x is not case.args[0]:
@@ -347,30 +350,30 @@ def _shaped(case: _Operands) -> Known | None:
     sizes = [*local.shape]
     sizes[found[0]] = total
     assert x.whole is not None
-    return known(case.shard, x.whole.reshape(sizes), found[0], x.pair)
+    return take_shard(case.shard, x.whole.reshape(sizes), found[0], x.pair)
 
 
-def _spread(case: _Operands) -> Known | None:
+def _spread(case: _Operands) -> FullSequenceTensor | None:
     (x,), local = case.there, case.func(*case.args, **case.kwargs)
     assert x.whole is not None
     sizes = [*local.shape]
     sizes[x.at] = case.shard.layout.total
-    return known(case.shard, x.whole.expand(sizes), x.at, x.pair)
+    return take_shard(case.shard, x.whole.expand(sizes), x.at, x.pair)
 
 
-def _cast(case: _Operands) -> Known | None:
+def _cast(case: _Operands) -> FullSequenceTensor | None:
     """Apply a cast or a copy of the first operand."""
     x, *rest = case.args
-    if not isinstance(x, Known) or x.whole is None:
+    if not isinstance(x, FullSequenceTensor) or x.whole is None:
         return None
-    return known(case.shard, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
+    return take_shard(case.shard, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
 
 
-def _written(case: _Operands) -> Known | None:
+def _written(case: _Operands) -> FullSequenceTensor | None:
     """Apply `a += b`: a new full tensor is made, because the old one may belong to the batch."""
     into, case.func = case.args[0], _IN_PLACE[case.func]
     made = _pointwise(case)
-    if made is None or not isinstance(into, Known) or made.shape != into.shape:
+    if made is None or not isinstance(into, FullSequenceTensor) or made.shape != into.shape:
         return None
     into.copy_(made)
     into.whole, into.at, into.pair = made.whole, made.at, made.pair
@@ -414,7 +417,7 @@ RULES = _rules()
 
 
 @dataclass(frozen=True)
-class Tokens(SequenceParts):
+class TokenSplit(SplitSequences):
     """The split of a model's sequences by tokens over ranks; found by a probe.
 
     kind       kind of the layout
@@ -432,13 +435,13 @@ class Tokens(SequenceParts):
     positions: bool = False
     documents: bool = False
     products: frozenset[Place] = frozenset()
-    follow: bool = False
+    follows_full: bool = False
     outputs: Mapping[str, int] = field(default_factory=dict)
     row: Span | None = None
 
     def unknown_draw(self, site: str) -> Refusal:
         """Return the refusal S661 of a random draw whose dims are not known."""
-        return self.at_its_row(
+        return self.with_row(
             Refusal.of(
                 UNSPLIT,
                 f"`{site}` draws random numbers that it did not draw at build",
@@ -447,13 +450,13 @@ class Tokens(SequenceParts):
             )
         )
 
-    def at_its_row(self, refusal: Refusal) -> Refusal:
+    def with_row(self, refusal: Refusal) -> Refusal:
         """Return a refusal with the place of the row that splits the sequences."""
         return refusal if self.row is None else refusal.at(self.row)
 
-    def layout(self, batch: Batch) -> Layout:
+    def layout(self, batch: Batch) -> SequenceLayout:
         """Return the layout of a batch's tokens over the ranks."""
-        return Layout.of(self.kind, length_of(batch), self.ranks)
+        return SequenceLayout.of_kind(self.kind, sequence_length(batch), self.ranks)
 
     def sizes(
         self, batch: Batch, place: int = 0, spread: int = 1
@@ -472,9 +475,13 @@ class Tokens(SequenceParts):
 
         return resized
 
-    def part(
-        self, part: Part, place: int, exchange: Exchange | None, layout: Layout | None = None
-    ) -> Part:
+    def take_part(
+        self,
+        part: BatchPart,
+        place: int,
+        exchange: Exchange | None,
+        layout: SequenceLayout | None = None,
+    ) -> BatchPart:
         """Return the tokens of a microbatch for the rank at a place."""
         batch = part.inputs
         layout = layout or self.layout(batch)
@@ -487,33 +494,33 @@ class Tokens(SequenceParts):
         if self.documents:
             shard = replace(shard, documents=_documents_of(batch, shard))
         if self.shift == "none" or self.labels not in batch:
-            return replace(part, inputs=inputs, shard=shard)
+            return replace(part, inputs=inputs, token_shard=shard)
         labels = batch[self.labels]
         # the label of a token is the next token of the sequence, which another rank may have
         last = labels.new_full((len(labels), 1), self.ignore)
         own = layout.take(torch.cat([labels[:, 1:], last], 1), 1, place)
         moved = inputs | {self.labels: torch.cat([last, own], 1)}
         given = inputs | {"shift_labels": own} if self.shift == "given" else moved
-        return replace(part, inputs=given, weighed=moved, shard=shard)
+        return replace(part, inputs=given, weight_inputs=moved, token_shard=shard)
 
     def _cut(self, batch: Batch, shard: SequenceShard) -> dict[str, Any]:
-        total, rows = shard.layout.total, rows_of(batch)
+        total, rows = shard.layout.total, row_count(batch)
 
         def cut(path: Any, value: Any) -> Any:
-            name = dotted(path)
-            if sections(value, total, rows):
+            name = dotted_path(path)
+            if is_multi_position(value, total, rows):
                 return shard.layout.take(value, 2, shard.place)
             if not self.is_along(name, value, total, rows):
                 return value
-            if not runs_along(value, total, rows) or value.dim() == 4:
+            if not has_token_dim(value, total, rows) or value.dim() == 4:
                 raise _length_refusal(name, value, total)
             if (
-                self.follow
+                self.follows_full
                 and value.dim() == 2
                 and name != self.labels
                 and not (value.is_floating_point())
             ):
-                return known(shard, value, 1)
+                return take_shard(shard, value, 1)
             return shard.layout.take(value, 1, shard.place)
 
         made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
@@ -526,7 +533,7 @@ def _documents_of(batch: Batch, shard: SequenceShard) -> Tensor | None:
     if positions is None or "attention_mask" in batch:
         return None
     jumps = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
-    numbers = jumps.cumsum(-1).expand(rows_of(batch), -1)
+    numbers = jumps.cumsum(-1).expand(row_count(batch), -1)
     return shard.layout.take(numbers, 1, shard.place)
 
 

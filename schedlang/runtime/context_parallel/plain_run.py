@@ -17,23 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.runtime.batch import called, loss_of
-from schedlang.runtime.context_parallel.attention_products import PRODUCTS, Lines
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.rng.logical_dropout import Alone, Still
-from schedlang.runtime.sequence_pipelining.probe import lines_of
-from schedlang.runtime.sequence_pipelining.trial import Trial, tokens_of
+from schedlang.runtime.batch import loss_of, run_model
+from schedlang.runtime.context_parallel.attention_products import PRODUCTS, ProductLines
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import ConstantDraws, SourceMode
+from schedlang.runtime.sequence_pipelining.probe import find_lines
+from schedlang.runtime.sequence_pipelining.trial import Trial, take_tokens
 
 Outputs = dict[str, Tensor]
 
 
-def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
+def is_model_fault(trial: Trial, sites: Sequence[str]) -> bool:
     """Return whether the model alone computes some tokens differently than in the full sequence.
 
     Attentions inside of the modules `sites` see the keys of all tokens, others only those of their
     chunk.  True if this is not known, e.g. for a model that does not run on some tokens.
     """
-    products = bool(lines_of(trial, Lines))
+    products = bool(find_lines(trial, ProductLines))
 
     def same(*options: Any) -> bool:
         try:
@@ -45,12 +45,12 @@ def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
     return not any(same(*one) for one in options)
 
 
-def runs(trial: Trial) -> bool:
+def can_run(trial: Trial) -> bool:
     """Return whether the model alone accepts the trial's batch, and one with one token less."""
     total = sum(trial.lengths)
     try:
         for length in (total, total - 1):
-            _run(trial, tokens_of(trial.batch, total, torch.arange(length)), _Model())
+            _run(trial, take_tokens(trial.batch, total, torch.arange(length)), _Model())
     except Exception:  # the model's own code may raise anything
         return False
     return True
@@ -72,7 +72,7 @@ def _same_on_chunks(
     weights, losses = [], []
     for a, b in zip([0, *stops], stops):
         held = torch.arange(a, min(b + more, total))
-        part = tokens_of(trial.batch, total, held)
+        part = take_tokens(trial.batch, total, held)
         if "position_ids" in inspect.signature(trial.model.forward).parameters:
             part.setdefault("position_ids", held.unsqueeze(0))
         tables = [*trial.model.parameters(), *trial.model.buffers()] if counted else []
@@ -92,10 +92,10 @@ def _same_on_chunks(
 
 def _count_labels(trial: Trial, part: Mapping[str, Any], more: int) -> float:
     """Return how many labels of a chunk count; its tokens if there are no labels."""
-    from schedlang.runtime.sequence_pipelining.slices import length_of
+    from schedlang.runtime.sequence_pipelining.slices import sequence_length
 
     if trial.rule is None:
-        return float(length_of(part))
+        return float(sequence_length(part))
     labels: Tensor = part[trial.rule.source][:, more:]
     return float((labels != trial.rule.ignore_index).sum())
 
@@ -108,11 +108,11 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= gate * b.norm() + 1e-12)
 
 
-class _Model(Alone):
+class _Model(SourceMode):
     """Mode in which the model runs alone; `inside` counts the enclosing modules of `sites`."""
 
     def __init__(self) -> None:
-        super().__init__(Still())
+        super().__init__(ConstantDraws())
         self.inside = 0
 
 
@@ -142,10 +142,10 @@ def _run(
         if name in sites:
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient(mode):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), enter_modes(mode):
         torch.manual_seed(0)
         given = dict(batch)
-        loss = loss_of(called(model, given), given, trial.loss)
+        loss = loss_of(run_model(model, given), given, trial.loss)
     assert loss is not None, "the model returns no loss"
     return found, loss.detach()
 

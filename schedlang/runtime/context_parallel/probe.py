@@ -22,44 +22,44 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.batch import Part, called, dotted, loss_of, rows_of
-from schedlang.runtime.context_parallel.attention_products import Lines
-from schedlang.runtime.context_parallel.install import InShard, install
+from schedlang.runtime.batch import BatchPart, dotted_path, loss_of, row_count, run_model
+from schedlang.runtime.context_parallel.attention_products import ProductLines
+from schedlang.runtime.context_parallel.installation import ShardContext, install_context
 from schedlang.runtime.context_parallel.local_tokens import (
+    AttentionCall,
     AttentionMethod,
-    Call,
     SequenceShard,
-    Tokens,
+    TokenSplit,
 )
-from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
-from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
-from schedlang.runtime.inside import hooked
-from schedlang.runtime.no_labels import no_labels
+from schedlang.runtime.context_parallel.plain_run import is_model_fault
+from schedlang.runtime.context_parallel.token_layout import SequenceLayout, TokenTags, visible_keys
 from schedlang.runtime.sequence_pipelining.probe import (
-    compare,
+    compare_runs,
     draws_along,
-    head_of,
-    labelled,
-    lines_of,
-    near,
-    places_of,
-    shift_of,
+    find_head,
+    find_lines,
+    find_position_lines,
+    is_close,
+    label_fields,
+    label_shift,
 )
 from schedlang.runtime.sequence_pipelining.trial import (
     Outputs,
-    Seen,
+    RunResult,
     Trial,
-    forward,
     gradients_of,
     labels_are_input,
-    noted,
-    running,
-    watched,
+    record_outputs,
+    run_context,
+    run_forward,
+    run_full,
 )
-from schedlang.runtime.training import Training
+from schedlang.runtime.submodules import remove_hooks_after
+from schedlang.runtime.training_mode import TrainingMode
+from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 
 
-class OutOfStep(Exception):
+class RendezvousError(Exception):
     """Raised if some functions reach a rendezvous that others do not reach."""
 
 
@@ -76,7 +76,7 @@ class Lockstep:
         self._values: list[Any] = []
         self._failed = False
 
-    def meet(self, place: int, value: Any) -> list[Any]:
+    def rendezvous(self, place: int, value: Any) -> list[Any]:
         """Wait for all places at a rendezvous; return their values, by place."""
         self._waiting[place] = value
         self._sleep(place)
@@ -133,47 +133,47 @@ class Lockstep:
         self._turns[place].acquire()
         torch.set_default_dtype(mine)
         if self._failed:
-            raise OutOfStep("the parts do not call attention equally often")
+            raise RendezvousError("the parts do not call attention equally often")
 
 
 @dataclass
-class Parts(Seen):
+class ShardedRun(RunResult):
     """The result of a run by shards: outputs by place, and the common loss and gradients."""
 
     outputs: Sequence[Any] = ()
 
 
-def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
+def layout_of(kind: str, lengths: Sequence[int]) -> SequenceLayout:
     """Return a layout with these numbers of tokens; not contiguous: tokens of both ends each."""
     if kind == "contiguous":
         starts = [sum(lengths[:k]) for k in range(len(lengths))]
-        return Layout(tuple((range(a, a + n),) for a, n in zip(starts, lengths)))
+        return SequenceLayout(tuple((range(a, a + n),) for a, n in zip(starts, lengths)))
     left, runs, right = 0, [], sum(lengths)
     for n in lengths:
         front, back = n - n // 2, n // 2
         pair = (range(left, left + front), range(right - back, right))
         runs.append(tuple(run for run in pair if run))
         left, right = left + front, right - back
-    return Layout(tuple(runs))
+    return SequenceLayout(tuple(runs))
 
 
-def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
+def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> ShardedRun:
     """Run the forward of every shard, in turns up to the next attention, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
     together = Lockstep(count)
     draws: dict[Any, tuple[int, ...]] = {}
-    whole = Part(dict(trial.batch), tuple(range(rows_of(trial.batch))))
+    whole = BatchPart(dict(trial.batch), tuple(range(row_count(trial.batch))))
     exchange = _TrialExchange(together)
-    parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
-    weights = [trial.weight(part.weighed or part.inputs) for part in parts]
-    at, inner = InShard(tokens), tokens.windows(None) if tokens.draws else None
+    parts = [tokens.take_part(whole, place, exchange, layout) for place in range(count)]
+    weights = [trial.weight(part.weight_inputs or part.inputs) for part in parts]
+    at, inner = ShardContext(tokens), tokens.windows(None) if tokens.draws else None
 
-    def one(part: Part, weight: float) -> tuple[Any, Tensor]:
-        assert part.shard is not None
-        within_shard = at.within(part.shard, nullcontext())
-        with running(trial, draws, inner), within_shard, no_labels(weight):
-            output = called(model, part.inputs)
+    def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
+        assert part.token_shard is not None
+        within_shard = at.enter_shard(part.token_shard, nullcontext())
+        with run_context(trial, draws, inner), within_shard, zero_unlabelled_loss(weight):
+            output = run_model(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model returns no loss"
         return output, value
@@ -183,19 +183,19 @@ def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
         total = sum(weights) or 1.0
         shares = [v * (w / total) for (_, v), w in zip(made, weights) if w]
         value = torch.stack(shares).sum()
-        with running(trial, {}):
+        with run_context(trial, {}):
             torch.autograd.backward(value)
-    return Parts(value.detach(), gradients_of(model), draws, [output for output, _ in made])
+    return ShardedRun(value.detach(), gradients_of(model), draws, [output for output, _ in made])
 
 
-def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> AbstractContextManager[None]:
+def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractContextManager[None]:
     """Context in which the trial's model runs by shards."""
     model = trial.model
     model.zero_grad(set_to_none=True)
-    Training(model).on()
+    TrainingMode(model).train()
     hows: Mapping[str, AttentionMethod] = {site: AttentionMethod("trial") for site in sites}
     # since the run of full sequences the modules report their names
-    return hooked(install(model, tokens, hows))
+    return remove_hooks_after(install_context(model, tokens, hows))
 
 
 class _TrialExchange:
@@ -204,44 +204,50 @@ class _TrialExchange:
     def __init__(self, together: Lockstep) -> None:
         self.together = together
 
-    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
-        shards = self.together.meet(shard.place, (call.key, call.value, call.mask.tags))
-        keys, values = (shard.layout.whole([one[k] for one in shards], 2) for k in (0, 1))
-        tags = Tags(*(_full_tag(shard.layout, tag) for tag in zip(*(one[2] for one in shards))))
+    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: AttentionCall) -> Tensor:
+        shards = self.together.rendezvous(shard.place, (call.key, call.value, call.mask.tags))
+        keys, values = (shard.layout.concatenate([one[k] for one in shards], 2) for k in (0, 1))
+        tags = TokenTags(
+            *(_full_tag(shard.layout, tag) for tag in zip(*(one[2] for one in shards)))
+        )
         groups = call.query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         scores = call.query @ keys.mT
         scores = scores * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if call.mask.cap is not None:
             scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
-        equal = scores - scores.detach() if call.blind == "scores" else torch.zeros_like(scores)
+        equal = (
+            scores - scores.detach() if call.unseen_result == "scores" else torch.zeros_like(scores)
+        )
         scores = _apply_mask(scores, shard, call, tags)
-        if call.blind != "zero" and call.mask.sinks is None:
+        if call.unseen_result != "zero" and call.mask.sinks is None:
             scores = torch.where(scores.isneginf().all(-1, keepdim=True), equal, scores)
         if call.mask.sinks is not None:
             sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1).nan_to_num()[..., : keys.shape[2]]
-        if call.drawn is not None:
-            weights = weights * call.drawn
+        if call.dropout_mask is not None:
+            weights = weights * call.dropout_mask
         return F.dropout(weights, call.dropout) @ values
 
-    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Tensor:
+    def draw_dropout(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Tensor:
         """Draw the factors of attention weights, as `Exchange` does."""
         return F.dropout(torch.ones(rows, heads, shard.length, shard.layout.total), p)
 
 
-def _full_tag(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _full_tag(layout: SequenceLayout, parts: Sequence[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
-    return layout.whole(there, 1) if there else None
+    return layout.concatenate(there, 1) if there else None
 
 
-def _apply_mask(scores: Tensor, shard: SequenceShard, call: Call, tags: Tags) -> Tensor:
+def _apply_mask(
+    scores: Tensor, shard: SequenceShard, call: AttentionCall, tags: TokenTags
+) -> Tensor:
     rows, start, keys = [], 0, range(shard.layout.total)
     for run in shard.layout.runs[shard.place]:
-        at = call.mask.tags.cut(start, start + len(run))
+        at = call.mask.tags.narrow(start, start + len(run))
         mine = scores[:, :, start : start + len(run)]
-        near = seen(call.mask.reach, run, keys, at, tags, scores.device)
+        near = visible_keys(call.mask.reach, run, keys, at, tags, scores.device)
         rows.append(mine if near is None else mine.masked_fill(~near, -torch.inf))
         start += len(run)
     made, given = torch.cat(rows, 2), call.mask.rows
@@ -250,30 +256,30 @@ def _apply_mask(scores: Tensor, shard: SequenceShard, call: Call, tags: Tags) ->
     return made.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else made + given
 
 
-MIXED = (
+MIXED_TOKENS = (
     "code that counts positions from shapes, or mixes tokens outside of the selected attentions,"
     " would see the tokens of one rank only"
 )
 
 
-def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) -> Refusal:
+def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequence[str]) -> Refusal:
     """Return the refusal of a model whose run by shards, as `tokens` describes, gave `error`."""
     if isinstance(error, Refusal):
         return error
     kind = type(trial.model).__name__
-    with noted(trial.model) as whole:
-        forward(trial, trial.model, trial.batch)
+    with record_outputs(trial.model) as whole:
+        run_forward(trial, trial.model, trial.batch)
     found: Outputs = {}
     try:
-        with noted(trial.model) as found:
-            run_in_parts(trial, tokens, sites)
+        with record_outputs(trial.model) as found:
+            run_shards(trial, tokens, sites)
     except Refusal as refused:
         return refused
     except Exception as raised:  # the model's own code may raise anything
         message = f"{type(raised).__name__}: {raised}".splitlines()[0]
         window = _describe_window(trial.model, list(whole))
         notes = (message, window) if window else (message,)
-        return refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
+        return split_refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
     layout = layout_of(tokens.kind, trial.lengths)
     for name, outputs in whole.items():
         want, parts = outputs[None], found.get(name, {})
@@ -281,24 +287,26 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
             continue
         mine = [parts[k][:, : layout.counts[k]] for k in range(len(layout.runs))]
         fits = all(m.shape[1] == n for m, n in zip(mine, layout.counts))
-        if not fits or not near(layout.whole(mine, 1), want):
-            return refusal(
+        if not fits or not is_close(layout.concatenate(mine, 1), want):
+            return split_refusal(
                 f"`{kind}` cannot be split by tokens",
                 f"`{name}` computes a token differently than in the full sequence",
-                _describe_window(trial.model, upto(whole, name)) or MIXED,
+                _describe_window(trial.model, names_up_to(whole, name)) or MIXED_TOKENS,
             )
-    return refusal(f"`{kind}` cannot be split by tokens", str(error))
+    return split_refusal(f"`{kind}` cannot be split by tokens", str(error))
 
 
-def unrunnable(model: nn.Module, title: str, said: str) -> Refusal:
+def unrunnable_refusal(model: nn.Module, title: str, said: str) -> Refusal:
     """Return the refusal of a model that no trial can run; `said` is the error's message."""
     window = _describe_window(model, [name for name, _ in model.named_modules() if name])
     if not window:
-        return refusal(title, said)
-    return refusal(f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}")
+        return split_refusal(title, said)
+    return split_refusal(
+        f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}"
+    )
 
 
-def upto(names: Iterable[str], last: str) -> list[str]:
+def names_up_to(names: Iterable[str], last: str) -> list[str]:
     """Return the names up to `last`, `last` included."""
     return list(itertools.takewhile(lambda name: name != last, names)) + [last]
 
@@ -317,10 +325,12 @@ def _describe_window(model: nn.Module, names: Sequence[str]) -> str:
     return ""
 
 
-def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
+def image_refusal(batch: Mapping[str, Any]) -> Refusal | None:
     """Return the refusal of a batch of images, whose tokens the model makes; None for others."""
     leaves, _ = pytree.tree_flatten_with_path(dict(batch))
-    tensors = [(dotted(path), x) for path, x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+    tensors = [
+        (dotted_path(path), x) for path, x in leaves if isinstance(x, Tensor) and x.dim() > 1
+    ]
     if not tensors or any(x.dim() < 4 for _, x in tensors):
         return None
     name, value = tensors[0]
@@ -336,7 +346,7 @@ def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
     )
 
 
-def refusal(title: str, *notes: str) -> Refusal:
+def split_refusal(title: str, *notes: str) -> Refusal:
     """Return the refusal S659 of a model that cannot be split by tokens."""
     return Refusal.of(
         "S659",
@@ -349,29 +359,29 @@ def refusal(title: str, *notes: str) -> Refusal:
     )
 
 
-def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
+def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSplit:
     """Find how a trial's model runs on shards of tokens; raise Refusal S659 if it cannot."""
-    whole = watched(trial)
-    output, _ = forward(trial, trial.model, trial.batch)
-    first: tuple[Tokens, Exception] | None = None
-    for tokens in candidates(trial, kind, ranks):
+    whole = run_full(trial)
+    output, _ = run_forward(trial, trial.model, trial.batch)
+    first: tuple[TokenSplit, Exception] | None = None
+    for tokens in list_candidates(trial, kind, ranks):
         try:
             tokens = _with_draws(trial, tokens, whole, sites)
-            parts = run_in_parts(trial, tokens, sites)
-            compare(whole, parts)
+            parts = run_shards(trial, tokens, sites)
+            compare_runs(whole, parts)
         except Exception as error:  # the model's own code may raise anything
             first = first or (tokens, error)
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
     assert first is not None, "there is always a candidate"
     _check_labels(trial, first[0])
-    found = fault(trial, *first, sites)
+    found = find_fault(trial, *first, sites)
     if found.diagnostic.code == "S659":
         _check_own_error(trial, found, first[1], sites)
     raise found
 
 
-def _check_labels(trial: Trial, tokens: Tokens) -> None:
+def _check_labels(trial: Trial, tokens: TokenSplit) -> None:
     """Refuse (S659) a loss whose shifted labels are an input of the model.
 
     A shard has either the input or the shifted labels.
@@ -389,7 +399,7 @@ def _check_labels(trial: Trial, tokens: Tokens) -> None:
 
 def _check_own_error(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:
     """Raise OwnError if the model alone computes all tokens as in the full sequence."""
-    if not depends_on_tokens(trial, sites):
+    if not is_model_fault(trial, sites):
         raise OwnError(
             "the module alone computes some tokens as in the full sequence, but not in the program",
             *found.diagnostic.notes,
@@ -398,32 +408,32 @@ def _check_own_error(trial: Trial, found: Refusal, error: Exception, sites: Sequ
         ) from error
 
 
-def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
+def guess_tokens(trial: Trial, kind: str, ranks: int) -> TokenSplit:
     """Return how a model without values would probably run: for plans, not for training."""
-    style = shift_of(trial)
+    style = label_shift(trial)
     given = style == "padded" and _takes_shifted_labels(trial)
     shift = "given" if given else "none" if style == "none" else "head"
-    return Tokens(
+    return TokenSplit(
         kind,
         ranks,
         _accepts(trial, "position_ids"),
-        products=lines_of(trial, Lines),
+        products=find_lines(trial, ProductLines),
         shift=shift,
-        head=head_of(trial) if shift == "head" else "",
-        **labelled(trial),
+        head=find_head(trial) if shift == "head" else "",
+        **label_fields(trial),
     )
 
 
-def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
+def list_candidates(trial: Trial, kind: str, ranks: int) -> Iterator[TokenSplit]:
     """Yield the candidates of how a model may run, the likeliest first."""
-    style = shift_of(trial)
-    base = Tokens(kind, ranks, products=lines_of(trial, Lines), **labelled(trial))
-    head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
+    style = label_shift(trial)
+    base = TokenSplit(kind, ranks, products=find_lines(trial, ProductLines), **label_fields(trial))
+    head = replace(base, shift="head", head=find_head(trial)) if style != "none" else base
     ways = (
         [replace(base, shift="given")] if style == "padded" and _takes_shifted_labels(trial) else []
     )
     takes = _accepts(trial, "position_ids")
-    places = places_of(trial)
+    places = find_position_lines(trial)
     for way in (*ways, head):
         if takes:
             if "position_ids" in trial.batch and "attention_mask" not in trial.batch:
@@ -431,8 +441,8 @@ def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
             yield replace(way, positions=True)
         yield replace(way, places=places)
         if takes:
-            yield replace(way, positions=True, places=places, follow=True)
-        yield replace(way, places=places, follow=True)
+            yield replace(way, positions=True, places=places, follows_full=True)
+        yield replace(way, places=places, follows_full=True)
 
 
 def _takes_shifted_labels(trial: Trial) -> bool:
@@ -447,13 +457,13 @@ def _accepts(trial: Trial, name: str) -> bool:
     return name in known
 
 
-def _with_draws(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
+def _with_draws(
+    trial: Trial, tokens: TokenSplit, whole: RunResult, sites: Sequence[str]
+) -> TokenSplit:
     if not trial.random or not whole.draws:
         return tokens
     stops = [sum(trial.lengths)] * len(trial.lengths)
-    return replace(
-        tokens, draws=draws_along(trial, whole, run_in_parts(trial, tokens, sites), stops)
-    )
+    return replace(tokens, draws=draws_along(trial, whole, run_shards(trial, tokens, sites), stops))
 
 
 def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
@@ -475,4 +485,4 @@ def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
 
 def _leaves(output: Any) -> list[tuple[str, Tensor]]:
     leaves, _ = pytree.tree_flatten_with_path(output)
-    return [(dotted(path), value) for path, value in leaves if isinstance(value, Tensor)]
+    return [(dotted_path(path), value) for path, value in leaves if isinstance(value, Tensor)]

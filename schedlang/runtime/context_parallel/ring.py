@@ -1,6 +1,7 @@
 """Attention over keys and values of all ranks: the transfers, their order, and the gradients.
 
-`Attention` is the autograd function; `Gathered`, `Ring` and `Bodies` are the orders of transfers.
+`RingAttention` is the autograd function; `GatheredKeys`, `NestedRing` and `TeamRing` are the
+orders of transfers.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.collectives import Group, all_gather, count, exchanged, reduce_scatter
+from schedlang.runtime.comm.collectives import (
+    Group,
+    all_gather,
+    all_to_all_rows,
+    count,
+    reduce_scatter,
+)
 from schedlang.runtime.context_parallel.local_attention import (
-    Backward,
-    Forward,
-    Rules,
-    Tokens,
-    wide,
+    BlockRules,
+    BlockwiseBackward,
+    BlockwiseForward,
+    PlacedTokens,
+    accumulation_dtype,
 )
 from schedlang.runtime.context_parallel.token_layout import (
-    Layout,
-    Reach,
+    PositionMask,
     Runs,
-    Tags,
+    SequenceLayout,
+    TokenTags,
+    needed_steps,
     place_at,
-    wanted,
 )
 
 # -- packets of tensors, and their transfers ------------------------------------------------------
@@ -55,10 +62,10 @@ class Packet:
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
-    lies: tuple[int, ...]
+    flat_of_tensor: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], dims: Sequence[int]) -> Packet:
+    def pack(tensors: Sequence[Tensor], dims: Sequence[int]) -> Packet:
         """Pack copies of tensors; `dims` are their dims of tokens."""
         kinds = list(dict.fromkeys(t.dtype for t in tensors))
         joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in kinds]
@@ -71,7 +78,7 @@ class Packet:
         """Views of the packed tensors."""
         used = [0] * len(self.flats)
         found = []
-        for shape, lies in zip(self.shapes, self.lies):
+        for shape, lies in zip(self.shapes, self.flat_of_tensor):
             size = _size(shape)
             part = self.flats[lies][used[lies] : used[lies] + size]
             found.append(part.view(self.dtypes[lies]).view(shape))
@@ -82,7 +89,7 @@ class Packet:
         """Allocate a packet of the same tensors for `tokens` tokens."""
         shapes = tuple((*s[:d], tokens, *s[d + 1 :]) for s, d in zip(self.shapes, self.dims))
         sizes = [0] * len(self.flats)
-        for shape, lies in zip(shapes, self.lies):
+        for shape, lies in zip(shapes, self.flat_of_tensor):
             sizes[lies] += _size(shape)
         flats = tuple(flat.new_empty(size) for flat, size in zip(self.flats, sizes))
         return replace(self, flats=flats, shapes=shapes)
@@ -91,16 +98,16 @@ class Packet:
         """Return the packet with its tensors padded with zeros to `tokens` tokens."""
         if all(s[d] == tokens for s, d in zip(self.shapes, self.dims)):
             return self
-        return Packet.of(
+        return Packet.pack(
             [_pad_tokens(t, d, tokens) for t, d in zip(self.tensors, self.dims)], self.dims
         )
 
-    def first(self, tokens: int) -> Packet:
+    def truncated(self, tokens: int) -> Packet:
         """Return the packet of the first `tokens` tokens."""
         if all(s[d] == tokens for s, d in zip(self.shapes, self.dims)):
             return self
         cut = [t.narrow(d, 0, tokens) for t, d in zip(self.tensors, self.dims)]
-        return Packet.of(cut, self.dims)
+        return Packet.pack(cut, self.dims)
 
 
 def _size(shape: Shape) -> int:
@@ -113,7 +120,7 @@ def _pad_tokens(tensor: Tensor, dim: int, tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Moving:
+class PendingPacket:
     """A packet that is being received, and the packet that is being sent, which must stay alive."""
 
     packet: Packet
@@ -127,7 +134,7 @@ class Moving:
         return self.packet
 
 
-def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
+def start_shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> PendingPacket:
     """Send to the rank `by` places after, and receive `tokens` tokens from the rank `by` before.
 
     Does not wait, so that the transfer overlaps with later computation.
@@ -138,23 +145,25 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
     for flat in packet.flats:
         count("send", group, flat)
     if group.pg is None:
-        return Moving(arriving, packet, ())
+        return PendingPacket(arriving, packet, ())
     sent = [(flat, to) for flat in packet.flats]
     wanted = [(flat, source) for flat in arriving.flats]
-    return Moving(arriving, packet, world.batch_isend_irecv(sent, wanted, group.pg))
+    return PendingPacket(arriving, packet, world.batch_isend_irecv(sent, wanted, group.pg))
 
 
-def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:
+def all_gather_packets(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:
     """All-gather the packets of all ranks; `counts` are their numbers of tokens."""
     if group.size == 1:
         return [packet]
     whole = packet.padded(max(counts))
     everyone = [all_gather(flat, 0, group).chunk(group.size) for flat in whole.flats]
     parts = [replace(whole, flats=tuple(flats)) for flats in zip(*everyone)]
-    return [part.first(tokens) for part, tokens in zip(parts, counts)]
+    return [part.truncated(tokens) for part, tokens in zip(parts, counts)]
 
 
-def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) -> Packet:
+def reduce_scatter_packets(
+    packets: Sequence[Packet], counts: Sequence[int], group: Group
+) -> Packet:
     """Reduce-scatter packets: return the sum over the ranks of their packets for this rank.
 
     `packets[i]` is for rank i, and has `counts[i]` tokens.
@@ -164,33 +173,35 @@ def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) ->
     padded = [packet.padded(max(counts)) for packet in packets]
     everyone = [torch.cat(flats) for flats in zip(*(p.flats for p in padded))]
     own = replace(padded[0], flats=tuple(reduce_scatter(f, 0, group) for f in everyone))
-    return own.first(counts[group.rank])
+    return own.truncated(counts[group.rank])
 
 
-def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+def exchange_tensors(
+    given: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+) -> list[Tensor]:
     """Run an all-to-all: `given[i]` goes to rank i; the tensor from rank i has `shapes[i]`."""
     if group.size == 1:
         return list(given)
     flat = torch.cat([t.reshape(-1) for t in given])
     sizes = [_size(shape) for shape in shapes]
-    arrived = torch.split(exchanged(flat, group, [t.numel() for t in given], sizes), sizes)
+    arrived = torch.split(all_to_all_rows(flat, group, [t.numel() for t in given], sizes), sizes)
     return [part.view(shape) for part, shape in zip(arrived, shapes)]
 
 
 # -- keys, values and tags as one packet ----------------------------------------------------------
 
 
-def packed(k: Tensor, v: Tensor, tags: Tags) -> Packet:
+def pack_keys(k: Tensor, v: Tensor, tags: TokenTags) -> Packet:
     """Pack the keys, values and tags of this rank's tokens for other ranks."""
     sides = [t for t in tags if t is not None]
-    return Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)])
+    return Packet.pack([k, v, *sides], [2, 2, *[1] * len(sides)])
 
 
-def unpacked(packet: Packet, tags: Tags, runs: Runs) -> tuple[Tensor, Tensor, Tokens]:
+def unpack_keys(packet: Packet, tags: TokenTags, runs: Runs) -> tuple[Tensor, Tensor, PlacedTokens]:
     """Unpack keys, values and tags; `tags` shows which tags exist, equally on all ranks."""
     k, v, *sides = packet.tensors
     rest = iter(sides)
-    return k, v, Tokens(runs, Tags(*(None if t is None else next(rest) for t in tags)))
+    return k, v, PlacedTokens(runs, TokenTags(*(None if t is None else next(rest) for t in tags)))
 
 
 # -- orders in which keys and values reach a rank, and the return of their gradients --------------
@@ -215,34 +226,34 @@ class Team:
     group: Group
     counts: tuple[int, ...]
 
-    def together(self, own: Packet) -> Packet:
+    def all_gather(self, own: Packet) -> Packet:
         """All-gather the team's tokens into one packet."""
-        parts = gathered(own, self.counts, self.group)
+        parts = all_gather_packets(own, self.counts, self.group)
         columns = zip(*(part.tensors for part in parts))
-        return Packet.of([torch.cat(c, d) for c, d in zip(columns, own.dims)], own.dims)
+        return Packet.pack([torch.cat(c, d) for c, d in zip(columns, own.dims)], own.dims)
 
-    def apart(self, whole: Packet) -> Packet:
+    def reduce_scatter(self, whole: Packet) -> Packet:
         """Reduce-scatter a packet of the team's tokens: return this rank's tokens of the sum."""
         cut = [torch.split(t, list(self.counts), d) for t, d in zip(whole.tensors, whole.dims)]
-        parts = [Packet.of(tensors, whole.dims) for tensors in zip(*cut)]
-        return scattered(parts, self.counts, self.group)
+        parts = [Packet.pack(tensors, whole.dims) for tensors in zip(*cut)]
+        return reduce_scatter_packets(parts, self.counts, self.group)
 
-    def met(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def combine_results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the ranks' results for their shares of the keys; return this rank's tokens.
 
         `out` and `lse` are this rank's results for all queries of the team.
         """
         size = self.group.size
-        each = gathered(Packet.of([lse], [2]), [lse.shape[2]] * size, self.group)
+        each = all_gather_packets(Packet.pack([lse], [2]), [lse.shape[2]] * size, self.group)
         found = torch.stack([packet.tensors[0] for packet in each])
         whole = found.logsumexp(0)
-        weighted = out * shares(found)[self.group.rank][..., None]
-        (mine,) = self.apart(Packet.of([weighted], [2])).tensors
+        weighted = out * softmax_shares(found)[self.group.rank][..., None]
+        (mine,) = self.reduce_scatter(Packet.pack([weighted], [2])).tensors
         first = sum(self.counts[: self.group.rank])
         return mine, whole[:, :, first : first + mine.shape[2]].contiguous()
 
 
-def shares(lse: Tensor) -> Tensor:
+def softmax_shares(lse: Tensor) -> Tensor:
     """Return each rank's share of the softmax from its log-sum-exp (dim 0: ranks).
 
     The shares are 0 for a query that sees no key on any rank.  They add up to 1 for scores of any
@@ -251,11 +262,11 @@ def shares(lse: Tensor) -> Tensor:
     return lse.softmax(0).nan_to_num(0.0)
 
 
-class Rounds(Protocol):
+class KeyTransfers(Protocol):
     """The order in which packets of keys and values reach this rank."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SequenceLayout:
         """The layout of tokens over packets, by each packet's place of origin."""
 
     @property
@@ -270,35 +281,35 @@ class Rounds(Protocol):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredKeys:
     """All packets at once, by an all-gather."""
 
     group: Group
-    layout: Layout
+    layout: SequenceLayout
     team = None
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """Yield packets as `Rounds` does."""
-        yield from enumerate(gathered(own, self.layout.counts, self.group))
+        """Yield packets as `KeyTransfers` does."""
+        yield from enumerate(all_gather_packets(own, self.layout.counts, self.group))
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """Sum contributions as `Rounds` does."""
-        packets = gathered(own, self.layout.counts, self.group)
+        """Sum contributions as `KeyTransfers` does."""
+        packets = all_gather_packets(own, self.layout.counts, self.group)
         grads = [contribute(place, packet) for place, packet in enumerate(packets)]
-        return scattered(grads, self.layout.counts, self.group)
+        return reduce_scatter_packets(grads, self.layout.counts, self.group)
 
 
 @dataclass(frozen=True)
-class Ring:
+class NestedRing:
     """Nested rings, the outermost group first; without groups a single rank."""
 
     groups: tuple[Group, ...]
-    layout: Layout
-    reach: Reach
+    layout: SequenceLayout
+    reach: PositionMask
     team = None
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def ranks(self) -> tuple[int, ...]:
         """This rank's number in each group."""
         return tuple(group.rank for group in self.groups)
 
@@ -310,66 +321,67 @@ class Ring:
     def origin(self, offsets: Offsets) -> int:
         """Return the place whose packet this rank has after `offsets` steps of the rings."""
         steps = (*offsets, *[0] * (len(self.groups) - len(offsets)))
-        return place_at([rank - step for rank, step in zip(self.here, steps)], self.sizes)
+        return place_at([rank - step for rank, step in zip(self.ranks, steps)], self.sizes)
 
-    def last(self, prefix: Offsets) -> int:
+    def last_step(self, prefix: Offsets) -> int:
         """Return the last needed step of the next ring, after `prefix` steps of the outer rings."""
         depth = len(prefix)
-        steps = wanted(self.reach, self.layout, self.sizes)
+        steps = needed_steps(self.reach, self.layout, self.sizes)
         return max((o[depth] for o in steps if o[:depth] == prefix), default=0)
 
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """Yield packets as `Rounds` does."""
+        """Yield packets as `KeyTransfers` does."""
         return self._around((), own)
 
     def _around(self, prefix: Offsets, packet: Packet) -> Iterator[tuple[int, Packet]]:
         if len(prefix) == len(self.groups):
             yield self.origin(prefix), packet
             return
-        last = self.last(prefix)
+        last = self.last_step(prefix)
         for step in range(last + 1):
             coming = self._next((*prefix, step), packet) if step < last else None
             yield from self._around((*prefix, step), packet)
             packet = coming.wait() if coming is not None else packet
 
-    def _next(self, steps: Offsets, packet: Packet) -> Moving:
+    def _next(self, steps: Offsets, packet: Packet) -> PendingPacket:
         """Start the transfer of the next packet on the innermost ring of `steps`."""
         depth = len(steps) - 1
         tokens = self.layout.counts[self.origin((*steps[:depth], steps[depth] + 1))]
-        return shift(packet, tokens, self.groups[depth])
+        return start_shift(packet, tokens, self.groups[depth])
 
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """Sum contributions as `Rounds` does: they follow their packet, one step behind it."""
+        """Sum contributions as `KeyTransfers` does: they follow their packet, one step behind
+        it."""
         return self._back((), own, contribute)
 
     def _back(self, prefix: Offsets, packet: Packet, contribute: Contribute) -> Packet:
         depth = len(prefix)
         if depth == len(self.groups):
             return contribute(self.origin(prefix), packet)
-        group, last = self.groups[depth], self.last(prefix)
+        group, last = self.groups[depth], self.last_step(prefix)
         home: Packet | None = None  # this rank's contribution to its own packet
-        arriving: Moving | None = None
+        arriving: PendingPacket | None = None
         for step in range(last + 1):
             coming = self._next((*prefix, step), packet) if step < last else None
             part = self._back((*prefix, step), packet, contribute)
             if step == 0:
                 home = part
             else:
-                total = part if arriving is None else added(arriving.wait(), part)
+                total = part if arriving is None else add_packet(arriving.wait(), part)
                 # the last rank that has a packet sends its gradient directly to the origin
                 by = 1 if step < last else group.size - last
                 next_ = self.origin((*prefix, step + 1 if step < last else 0))
-                arriving = shift(total, self.layout.counts[next_], group, by)
+                arriving = start_shift(total, self.layout.counts[next_], group, by)
             packet = coming.wait() if coming is not None else packet
         assert home is not None
-        return home if arriving is None else added(arriving.wait(), home)
+        return home if arriving is None else add_packet(arriving.wait(), home)
 
 
-def added(arrived: Packet, part: Packet) -> Packet:
+def add_packet(arrived: Packet, part: Packet) -> Packet:
     """Add a packet to `arrived` in place, and return the sum."""
     for into, more in zip(arrived.flats, part.flats):
         into.add_(more)
@@ -377,7 +389,7 @@ def added(arrived: Packet, part: Packet) -> Packet:
 
 
 @dataclass(frozen=True)
-class Bodies:
+class TeamRing:
     """A ring of teams: attention as an n-body problem.
 
     The ranks of a team gather their tokens, and each rank attends to the keys of a share of the
@@ -388,17 +400,17 @@ class Bodies:
 
     ring: Group
     members: Group
-    ranks: Layout
+    ranks: SequenceLayout
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> SequenceLayout:
         """The layout with a place for every team: the tokens of its ranks, rank after rank."""
         size, runs = self.members.size, self.ranks.runs
-        return Layout(tuple(sum(runs[i : i + size], ()) for i in range(0, len(runs), size)))
+        return SequenceLayout(tuple(sum(runs[i : i + size], ()) for i in range(0, len(runs), size)))
 
     @property
     def team(self) -> Team | None:
-        """The team, as of `Rounds`."""
+        """The team, as of `KeyTransfers`."""
         size = self.members.size
         first = self.ring.rank * size
         return Team(self.members, self.ranks.counts[first : first + size]) if size > 1 else None
@@ -422,19 +434,22 @@ class Bodies:
             packet = packet if coming is None else coming.wait()
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """Sum contributions as `Rounds` does, over the ranks whose share includes this team."""
+        """Sum contributions as `KeyTransfers` does, over the ranks whose share includes this
+        team."""
         packet, arriving = self._first(own), None
         for step in self.share:
             coming = self._next(step, packet)
             part = contribute(self.origin(step), packet)
-            total = part if arriving is None else added(arriving.wait(), part)
+            total = part if arriving is None else add_packet(arriving.wait(), part)
             last = step == self.share[-1]
             by, after = (self.ring.size - step, 0) if last else (1, step + 1)
             arriving = self._shift(total, after, by % self.ring.size)
             packet = packet if coming is None else coming.wait()
         if arriving is None:  # this rank has no steps
-            zeros = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in own.tensors[:2]]
-            return Packet.of(zeros, (2, 2))
+            zeros = [
+                torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in own.tensors[:2]
+            ]
+            return Packet.pack(zeros, (2, 2))
         return arriving.wait()
 
     def _first(self, own: Packet) -> Packet:
@@ -442,41 +457,43 @@ class Bodies:
         first = self.share.start if self.share else 0
         return self._shift(own, first, first).wait()
 
-    def _next(self, step: int, packet: Packet) -> Moving | None:
+    def _next(self, step: int, packet: Packet) -> PendingPacket | None:
         return None if step == self.share[-1] else self._shift(packet, step + 1, 1)
 
-    def _shift(self, packet: Packet, step: int, by: int) -> Moving:
+    def _shift(self, packet: Packet, step: int, by: int) -> PendingPacket:
         """Send a packet `by` teams on, and receive the packet of step `step`."""
         if by == 0:
-            return Moving(packet, packet, ())
-        return shift(packet, self.layout.counts[self.origin(step)], self.ring, by)
+            return PendingPacket(packet, packet, ())
+        return start_shift(packet, self.layout.counts[self.origin(step)], self.ring, by)
 
 
 # -- attention of this rank's queries to keys and values in rounds --------------------------------
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """The parts of a call of attention that are not tensors saved by autograd.
 
     `runs` are the positions of the queries: of the team's, if there is a team.
     """
 
-    rules: Rules
-    rounds: Rounds
+    rules: BlockRules
+    rounds: KeyTransfers
     runs: Runs
 
-    def keys(self, k: Tensor, v: Tensor, tags: Tags) -> tuple[Packet, Tokens]:
+    def first_packet(self, k: Tensor, v: Tensor, tags: TokenTags) -> tuple[Packet, PlacedTokens]:
         """Return this rank's first packet, and the tokens of its queries."""
-        packet, team = packed(k, v, tags), self.rounds.team
+        packet, team = pack_keys(k, v, tags), self.rounds.team
         if team is None:
-            return packet, Tokens(self.runs, tags)
-        packet = team.together(packet)
-        return packet, unpacked(packet, tags, self.runs)[2]
+            return packet, PlacedTokens(self.runs, tags)
+        packet = team.all_gather(packet)
+        return packet, unpack_keys(packet, tags, self.runs)[2]
 
-    def met(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
+    def unpack_packet(
+        self, place: int, packet: Packet, tags: TokenTags
+    ) -> tuple[Tensor, Tensor, PlacedTokens]:
         """Return the keys, values and tokens of the packet from a place."""
-        return unpacked(packet, tags, self.rounds.layout.runs[place])
+        return unpack_keys(packet, tags, self.rounds.layout.runs[place])
 
 
 def _move_together(
@@ -488,12 +505,12 @@ def _move_together(
     """
     there = [t for t in tensors if t is not None]
     if move is not None:
-        there = list(move(Packet.of(there, [2] * len(there))).tensors)
+        there = list(move(Packet.pack(there, [2] * len(there))).tensors)
     rest = iter(there)
     return [None if t is None else next(rest) for t in tensors]
 
 
-class Attention(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):
     """The autograd function of attention: result and log-sum-exp for this rank's queries."""
 
     @staticmethod
@@ -504,22 +521,22 @@ class Attention(torch.autograd.Function):
         v: Tensor,
         slopes: Tensor | None,
         rows: Tensor | None,
-        call: Call,
+        call: RingCall,
         *given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend to the keys of all places, place after place; then combine within the team."""
-        tags, team = Tags(*given), call.rounds.team
+        tags, team = TokenTags(*given), call.rounds.team
         with torch._C.DisableTorchFunction():
-            keys, mine = call.keys(k, v, tags)
-            all_q, all_rows = _move_together(None if team is None else team.together, (q, rows))
+            keys, mine = call.first_packet(k, v, tags)
+            all_q, all_rows = _move_together(None if team is None else team.all_gather, (q, rows))
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
-            state = Forward(rules, all_q, mine, v.shape[-1])
+            state = BlockwiseForward(rules, all_q, mine, v.shape[-1])
             passing = call.rounds.forward(keys)
             del keys  # so that it is freed when the next packet has arrived
             for place, packet in passing:
-                state.add(*call.met(place, packet, tags))
+                state.add(*call.unpack_packet(place, packet, tags))
             out, lse = state.out, state.lse
-            out, lse = (out, lse) if team is None else team.met(out, lse)
+            out, lse = (out, lse) if team is None else team.combine_results(out, lse)
             out = out.to(q.dtype)
         ctx.call = call
         # in the order of torch's own operator: compressed saved tensors are matched by number
@@ -532,22 +549,24 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of q, k, v, slopes and rows."""
         k, q, v, slopes, rows, lse, out, *given = ctx.saved_tensors
-        call, tags, team = ctx.call, Tags(*given), ctx.call.rounds.team
+        call, tags, team = ctx.call, TokenTags(*given), ctx.call.rounds.team
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             # needed if forward used flash attention, so that backward rounds scores equally
             plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
-            keys, mine = call.keys(k, v, tags)
-            gather, scatter = (None, None) if team is None else (team.together, team.apart)
+            keys, mine = call.first_packet(k, v, tags)
+            gather, scatter = (
+                (None, None) if team is None else (team.all_gather, team.reduce_scatter)
+            )
             tensors = q, lse, grad, inner, rows, plain
             all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
-            state = Backward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
+            state = BlockwiseBackward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
             def contribute(place: int, packet: Packet) -> Packet:
-                return Packet.of(state.add(*call.met(place, packet, tags)), (2, 2))
+                return Packet.pack(state.add(*call.unpack_packet(place, packet, tags)), (2, 2))
 
             home = call.rounds.backward(keys, contribute)
             dk, dv = (home if scatter is None else scatter(home)).tensors

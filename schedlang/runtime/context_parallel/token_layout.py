@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.batch import shares
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, mixed
+from schedlang.runtime.batch import split_rows
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, stream_numbers
 
 # -- layouts of tokens over the ranks of a context-parallel group ---------------------------------
 # contiguous  rank i holds the i-th run of tokens
@@ -27,7 +27,7 @@ Runs = tuple[range, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """The positions of the tokens that each place holds, as ascending ranges in local order.
 
     A place is a rank's number in its group, or in several groups together (`attention.place_of`).
@@ -37,7 +37,7 @@ class Layout:
     runs: tuple[Runs, ...]
 
     @staticmethod
-    def of(kind: str, total: int, ranks: int) -> Layout:
+    def of_kind(kind: str, total: int, ranks: int) -> SequenceLayout:
         """Return the layout of a kind for `total` tokens.
 
         Raises Refusal S680 if a rank would have no token.
@@ -46,12 +46,12 @@ class Layout:
         if total < ranks:
             raise Refusal(_too_short(total, ranks))
         if kind == "striped":
-            return Layout(tuple((range(place, total, ranks),) for place in range(ranks)))
+            return SequenceLayout(tuple((range(place, total, ranks),) for place in range(ranks)))
         if kind == "contiguous":
-            return Layout(tuple((run,) for run in shares(total, ranks)))
-        chunks = shares(total, 2 * ranks)
+            return SequenceLayout(tuple((run,) for run in split_rows(total, ranks)))
+        chunks = split_rows(total, 2 * ranks)
         pairs = ((chunks[i], chunks[2 * ranks - 1 - i]) for i in range(ranks))
-        return Layout(tuple(tuple(run for run in pair if run) for pair in pairs))
+        return SequenceLayout(tuple(tuple(run for run in pair if run) for pair in pairs))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -65,14 +65,14 @@ class Layout:
 
     def positions(self, place: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the positions of a place's tokens, in local order; int64."""
-        return spread(self.runs[place], device)
+        return concatenate_runs(self.runs[place], device)
 
     def take(self, whole: Tensor, dim: int, place: int) -> Tensor:
         """Return a place's tokens of a tensor with the full sequence along `dim`; a new tensor."""
         assert whole.shape[dim] == self.total, (tuple(whole.shape), dim, self.total)
         return whole.index_select(dim, self.positions(place, whole.device))
 
-    def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+    def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Concatenate the tensors of all places along `dim`, in the order of the sequence."""
         joined = torch.cat(list(parts), dim)
         return joined.index_select(dim, self.order(joined.device).argsort())
@@ -81,13 +81,13 @@ class Layout:
         """Return the positions of all places' tokens, place after place; int64."""
         return torch.cat([self.positions(place, device) for place in range(len(self.runs))])
 
-    def joined(self, size: int) -> Layout:
+    def join_places(self, size: int) -> SequenceLayout:
         """Return the layout in which each `size` consecutive places are one place.
 
         The tokens of a joined place are in ascending order if that needs few ranges.
         """
         groups = [self.runs[i : i + size] for i in range(0, len(self.runs), size)]
-        return Layout(
+        return SequenceLayout(
             tuple(_merge_runs(tuple(r for runs in group for r in runs)) for group in groups)
         )
 
@@ -103,7 +103,7 @@ def place_at(at: Sequence[int], sizes: Sequence[int]) -> int:
     return place
 
 
-def spread(runs: Sequence[range], device: torch.device | str = "cpu") -> Tensor:
+def concatenate_runs(runs: Sequence[range], device: torch.device | str = "cpu") -> Tensor:
     """Return the numbers of some ranges, range after range; int64."""
     with torch._C.DisableTorchFunction():  # modes that follow the model's positions must not see it
         return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs])
@@ -142,7 +142,7 @@ def _too_short(total: int, ranks: int) -> Diagnostic:
 
 
 @dataclass(frozen=True)
-class Reach:
+class PositionMask:
     """A mask by positions: a query sees keys at most `ahead` after it, `back` before it.
 
     With `chunk`, only keys of its own chunk of so many tokens.
@@ -152,7 +152,7 @@ class Reach:
     back: int | None = None
     chunk: int | None = None
 
-    def nothing(self, queries: range, keys: range) -> bool:
+    def hides_all(self, queries: range, keys: range) -> bool:
         """Return whether none of the queries sees one of the keys."""
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k0 - q1 > self.ahead
@@ -162,7 +162,7 @@ class Reach:
         )
         return late or early or separate
 
-    def everything(self, queries: range, keys: range) -> bool:
+    def shows_all(self, queries: range, keys: range) -> bool:
         """Return whether every query sees every key."""
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k1 - q0 > self.ahead
@@ -172,7 +172,10 @@ class Reach:
 
     def block(self, queries: range, keys: range, device: torch.device) -> Tensor:
         """Return which query sees which key: booleans [queries, keys]."""
-        q, k = spread([queries], device)[:, None], spread([keys], device)[None, :]
+        q, k = (
+            concatenate_runs([queries], device)[:, None],
+            concatenate_runs([keys], device)[None, :],
+        )
         visible = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if self.ahead is not None:
             visible &= k - q <= self.ahead
@@ -184,7 +187,9 @@ class Reach:
 
 
 @lru_cache(maxsize=256)
-def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
+def needed_steps(
+    reach: PositionMask, layout: SequenceLayout, sizes: tuple[int, ...]
+) -> frozenset[tuple[int, ...]]:
     """Return the steps of nested rings after which some rank sees a key of its current packet.
 
     Each element has a number of steps for each ring.  Equal on all ranks.
@@ -194,36 +199,36 @@ def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tu
     def anyone(offsets: Sequence[int]) -> bool:
         for at in itertools.product(*ranges):
             source = place_at([a - o for a, o in zip(at, offsets)], sizes)
-            if sees(reach, layout, place_at(at, sizes), source):
+            if is_visible(reach, layout, place_at(at, sizes), source):
                 return True
         return False
 
     return frozenset(filter(anyone, itertools.product(*ranges)))
 
 
-def sees(reach: Reach, layout: Layout, queries: int, keys: int) -> bool:
+def is_visible(reach: PositionMask, layout: SequenceLayout, queries: int, keys: int) -> bool:
     """Return whether a query at one place may see a key at another."""
-    return any(not reach.nothing(q, k) for q in layout.runs[queries] for k in layout.runs[keys])
+    return any(not reach.hides_all(q, k) for q in layout.runs[queries] for k in layout.runs[keys])
 
 
 # -- masks as descriptions: never a tensor of all queries times all keys --------------------------
 # They use the positions of tokens in the full sequence, and are therefore valid for any layout.
 
 
-class Tags(NamedTuple):
+class TokenTags(NamedTuple):
     """Properties of tokens other than positions, each [batch, tokens]; sent together with keys."""
 
     documents: Tensor | None = None
     present: Tensor | None = None
-    counted: Tensor | None = None
+    alibi_positions: Tensor | None = None
 
-    def cut(self, start: int, stop: int) -> Tags:
+    def narrow(self, start: int, stop: int) -> TokenTags:
         """Return the tags of a run of the tokens."""
-        return Tags(*(None if t is None else t[:, start:stop] for t in self))
+        return TokenTags(*(None if t is None else t[:, start:stop] for t in self))
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class AttentionMask:
     """The keys that a query sees, and the numbers that are added to its scores.
 
     causal     no key after the query
@@ -252,31 +257,36 @@ class Mask:
     documents: Tensor | None = None
     present: Tensor | None = None
     slopes: Tensor | None = None
-    counted: Tensor | None = None
+    alibi_positions: Tensor | None = None
     rows: Tensor | None = None
     cap: float | None = None
     sinks: Tensor | None = None
 
     @property
-    def tags(self) -> Tags:
+    def tags(self) -> TokenTags:
         """The mask's tensors of tokens: other ranks need them together with the keys."""
-        return Tags(self.documents, self.present, self.counted)
+        return TokenTags(self.documents, self.present, self.alibi_positions)
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> PositionMask:
         """The mask by positions alone."""
-        return Reach(0 if self.causal else self.ahead, self.back, self.chunk)
+        return PositionMask(0 if self.causal else self.ahead, self.back, self.chunk)
 
 
-def seen(
-    reach: Reach, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
+def visible_keys(
+    reach: PositionMask,
+    queries: range,
+    keys: range,
+    at: TokenTags,
+    to: TokenTags,
+    device: torch.device,
 ) -> Tensor | None:
     """Return which query of a block sees which key: booleans [batch or 1, 1, queries, keys].
 
     `at` are the tags of the queries, `to` those of the keys.  None: every query sees every key.
     """
     found: list[Tensor] = []
-    if not reach.everything(queries, keys):
+    if not reach.shows_all(queries, keys):
         found.append(reach.block(queries, keys, device)[None, None])
     if at.documents is not None and to.documents is not None:
         found.append(at.documents[:, None, :, None] == to.documents[:, None, None, :])
@@ -290,20 +300,22 @@ def seen(
     return both
 
 
-def distance(queries: range, keys: range, at: Tags, to: Tags, like: Tensor) -> Tensor:
+def key_distances(
+    queries: range, keys: range, at: TokenTags, to: TokenTags, like: Tensor
+) -> Tensor:
     """Return the distances of queries and keys, [batch or 1, 1, queries, keys], in `like`'s dtype.
 
     `at` are the tags of the queries, `to` those of the keys.
     """
-    if at.counted is not None and to.counted is not None:
-        steps = at.counted[:, None, :, None] - to.counted[:, None, None, :]
+    if at.alibi_positions is not None and to.alibi_positions is not None:
+        steps = at.alibi_positions[:, None, :, None] - to.alibi_positions[:, None, None, :]
     else:
-        q, k = spread([queries], like.device), spread([keys], like.device)
+        q, k = concatenate_runs([queries], like.device), concatenate_runs([keys], like.device)
         steps = (q[:, None] - k[None, :])[None, None]
     return steps.abs().to(like.dtype)
 
 
-def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
+def split_runs(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
     """Split runs into blocks of at most `size` tokens; return (index of the first token, block)."""
     found, start = [], 0
     for run in runs:
@@ -317,7 +329,7 @@ def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Dropout:
+class AttentionDropout:
     """Dropout of attention weights with probability `p`, equal under every layout of tokens.
 
     `streams` has a seed for each row of the batch.  `heads` are the numbers of the local heads
@@ -330,27 +342,31 @@ class Dropout:
     total: int
 
     @staticmethod
-    def fresh(p: float, rows: int, heads: int, total: int) -> Dropout:
+    def from_generator(p: float, rows: int, heads: int, total: int) -> AttentionDropout:
         """Draw the seeds from torch's generator, which must have the same state on all ranks."""
-        return Dropout(p, torch.randint(-(2**62), 2**62, (rows,)), tuple(range(heads)), total)
+        return AttentionDropout(
+            p, torch.randint(-(2**62), 2**62, (rows,)), tuple(range(heads)), total
+        )
 
     @staticmethod
-    def logical(p: float, draw: LogicalDropout, rows: int, heads: int, total: int) -> Dropout:
+    def from_logical(
+        p: float, draw: LogicalDropout, rows: int, heads: int, total: int
+    ) -> AttentionDropout:
         """Take `draw`'s seeds for weights [rows, heads, total, total] of the running module."""
         streams, index = draw.streams((rows, heads, total, total))
         held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
-        return Dropout(p, streams, held, total)
+        return AttentionDropout(p, streams, held, total)
 
-    def of_heads(self, heads: slice) -> Dropout:
+    def of_heads(self, heads: slice) -> AttentionDropout:
         """Return the dropout of some of the heads."""
         return replace(self, heads=self.heads[heads])
 
     def factor(self, queries: range, keys: range, like: Tensor) -> Tensor:
         """Return the factor, 0 or 1/(1-p), of the weights [rows, heads, queries, keys]."""
-        q, k = spread([queries], like.device), spread([keys], like.device)
+        q, k = concatenate_runs([queries], like.device), concatenate_runs([keys], like.device)
         heads = torch.tensor(self.heads, device=like.device)
         cells = (heads[:, None, None] * self.total + q[:, None]) * self.total + k
-        keep = mixed(cells + 1, self.streams.to(like.device)[:, None, None, None]) >= round(
-            self.p * 2**53
-        )
+        keep = stream_numbers(
+            cells + 1, self.streams.to(like.device)[:, None, None, None]
+        ) >= round(self.p * 2**53)
         return keep.to(like.dtype) / (1 - self.p) if self.p < 1 else torch.zeros_like(like)

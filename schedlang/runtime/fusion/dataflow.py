@@ -1,4 +1,8 @@
-"""The data flow of one module's forward: torch.fx's trace, and the function of each node."""
+"""The data flow of one module's forward: a torch.fx trace, and the function of each node.
+
+Used by `fuse` with patterns and by `replace_kernel(add_norm)` to find calls that one kernel can
+run.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,17 @@ from schedlang.runtime.forward import layers_of
 
 @functools.cache
 def arguments_of(forward: Any) -> Callable[..., dict[str, Any]]:
-    """A function that is called as `forward` is, and gives its arguments by name, `self` left out.
+    """Return a function with the signature of `forward` that returns its arguments by name, without
+    `self`.
 
-    Defaults are filled in, as `inspect.BoundArguments.apply_defaults` does.  Python binds them
-    here: sooner than inspect, and torch.compile can follow it.  Raises TypeError as `forward`
+    Defaults are filled in, as `inspect.BoundArguments.apply_defaults` does. Here Python binds the
+    arguments: faster than inspect, and torch.compile can trace it. Raises TypeError as `forward`
     would.
     """
     parameters = list(inspect.signature(forward).parameters.values())
     found = ", ".join(f"{p.name!r}: {p.name}" for p in parameters[1:])
     space: dict[str, Any] = {}
-    exec(f"def named({_written(parameters)}): return {{{found}}}", space)
+    exec(f"def named({_signature_text(parameters)}): return {{{found}}}", space)
     made: Any = space["named"]
     usual = [p for p in parameters if p.default is not p.empty]
     made.__defaults__ = tuple(p.default for p in usual if p.kind != p.KEYWORD_ONLY) or None
@@ -51,8 +56,8 @@ def arguments_of(forward: Any) -> Callable[..., dict[str, Any]]:
     return bound
 
 
-def _written(parameters: list[inspect.Parameter]) -> str:
-    """The parameters as text, each default a None that is replaced afterwards."""
+def _signature_text(parameters: list[inspect.Parameter]) -> str:
+    """Return the parameters as text; each default is None, to be replaced later."""
     bare = [
         p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
         for p in parameters
@@ -63,8 +68,8 @@ def _written(parameters: list[inspect.Parameter]) -> str:
 # -- the function of a node ------------------------------------------------------------------------
 
 
-# torch's own order of arguments, where it is not that of a pattern
-ORDER: Mapping[str, tuple[str, ...]] = {
+# torch's order of arguments, where it differs from that of a pattern
+ARGUMENT_ORDER: Mapping[str, tuple[str, ...]] = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "dropout": ("input", "p", "training", "inplace"),
@@ -83,7 +88,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mean": {"keepdim": False},
     "sum": {"keepdim": False},
 }
-METHODS: Mapping[str, str] = {
+METHOD_NAMES: Mapping[str, str] = {
     **{name: name for name in FUNCTIONS if hasattr(torch.Tensor, name)},
     "float": "to",
     "type_as": "to",
@@ -124,15 +129,15 @@ def _functions() -> dict[Any, str]:
     return found
 
 
-CALLS = _functions()
+FUNCTION_NAMES = _functions()
 
 
-def operation(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | None:
-    """The name of what a node computes and its arguments by name; None for what has no name."""
-    name = name_of(node, root)
+def operation_of(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of a node's function and its arguments by name; None if it has no name."""
+    name = function_name(node, root)
     if name is None or node.kwargs.get("inplace"):
         return None
-    order = ORDER.get(name, FUNCTIONS[name])
+    order = ARGUMENT_ORDER.get(name, FUNCTIONS[name])
     if len(node.args) > len(order):
         order = (*order, *(f"more {place}" for place in range(len(node.args))))
     given = {**dict(zip(order, node.args)), **node.kwargs}
@@ -143,19 +148,19 @@ def operation(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | No
     return name, {**DEFAULTS.get(name, {}), **given}
 
 
-def name_of(node: fx.Node, root: nn.Module) -> str | None:
-    """The name of a node's function, if a pattern may speak of it."""
+def function_name(node: fx.Node, root: nn.Module) -> str | None:
+    """Return the name of a node's function, if patterns can contain it."""
     if node.op == "call_function":
-        return CALLS.get(node.target)
+        return FUNCTION_NAMES.get(node.target)
     if node.op == "call_method":
-        return METHODS.get(str(node.target))
+        return METHOD_NAMES.get(str(node.target))
     if node.op == "call_module" and is_dropout(_module(node, root)):
         return "dropout"
     return None
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Tell whether a module drops single elements, and does nothing else."""
+    """Return whether a module drops single elements, and does nothing else."""
     return type(module) is nn.Dropout
 
 
@@ -163,7 +168,7 @@ def _module(node: fx.Node, root: nn.Module) -> Any:
     return root.get_submodule(str(node.target))
 
 
-def shown(node: fx.Node, root: nn.Module) -> str:
+def describe_node(node: fx.Node, root: nn.Module) -> str:
     """Describe a node for a message."""
     if node.op == "call_module":
         return f"{type(_module(node, root)).__name__} (`{node.target}`)"
@@ -172,20 +177,20 @@ def shown(node: fx.Node, root: nn.Module) -> str:
     if node.op == "placeholder":
         return f"the argument `{node.target}`"
     target: Any = node.target
-    said = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return f"`{said}`"
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return f"`{name}`"
 
 
-def writes(node: fx.Node) -> bool:
-    """Tell whether a node changes a tensor in place."""
+def writes_in_place(node: fx.Node) -> bool:
+    """Return whether a node changes a tensor in place."""
     target: Callable[..., Any] | str = node.target
-    said = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if node.op not in ("call_function", "call_method"):
         return False
-    changed = said in ("setitem", "__setitem__") or said in _IN_PLACE
+    changed = name in ("setitem", "__setitem__") or name in _IN_PLACE
     return (
         changed
-        or (said.endswith("_") and not said.endswith("__"))
+        or (name.endswith("_") and not name.endswith("__"))
         or bool(node.kwargs.get("inplace"))
     )
 
@@ -193,60 +198,65 @@ def writes(node: fx.Node) -> bool:
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "__iadd__", "__imul__", "__isub__")
 
 
-def kernels(graph: fx.Graph, root: nn.Module) -> int:
-    """Count the kernels that a data flow runs at least; a module left whole counts as two."""
+def count_kernels(graph: fx.Graph, root: nn.Module) -> int:
+    """Return the least number of kernels that a data flow runs; a module kept as a call counts as
+    2."""
     count = 0
     for node in graph.nodes:
         if node.op == "call_module":
             count += 0 if is_dropout(_module(node, root)) else 2
         elif node.op in ("call_function", "call_method"):
             target: Any = node.target
-            said = target if isinstance(target, str) else getattr(target, "__name__", "")
-            count += said not in VIEWS
+            name = target if isinstance(target, str) else getattr(target, "__name__", "")
+            count += name not in VIEWS
     return count
 
 
-# -- questions that a trace cannot answer ----------------------------------------------------------
-# While a forward is followed every value is a stand-in, which is never None; a forward that asks
-# would be followed along the branch of a value, whatever the child gives in truth.  Python does
-# not tell anyone of `is`, so the instructions of the forward are watched as they run.  Of an
-# argument it is known what it holds: only what is None there is answered wrongly.
+# -- tests that a trace cannot answer -------------------------------------------------------------
+# During a trace every value is a proxy, which is never None; a forward that tests for None would be
+# traced along the branch of a value, whatever the child really returns. Python has no hook for
+# `is`, so the instructions of the forward are watched as they run. The contents of arguments are
+# known: for them only a test that should have been true is wrong.
 
 
 _Trace = Callable[[FrameType, str, Any], Any]
 
 
 @contextmanager
-def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Notes, in words, what is asked of values from children, and of the Nones that the arguments
-    `given` hold, while `module` is traced."""
-    found: list[str] = []
+def record_none_tests(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Record, as text, tests for None while `module` is traced that the trace answers wrongly.
+
+    These are tests of values returned by children, and of Nones in the arguments `given`.
+    """
+    findings: list[str] = []
 
     def enter(frame: FrameType, event: str, arg: Any) -> _Trace | None:
-        if _is_foreign(frame.f_code) or not _tests(frame.f_code):
+        if _is_foreign(frame.f_code) or not _none_tests(frame.f_code):
             return None
-        # from Python 3.13 on a frame that is not traced yet is not made to tell of instructions
+        # from Python 3.13 on, opcode events need this to be set before the frame is traced
         frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = step, True, False
         return step
 
     def step(frame: FrameType, event: str, arg: Any) -> _Trace:
-        names = _tests(frame.f_code).get(frame.f_lasti, ()) if event == "opcode" else ()
+        names = _none_tests(frame.f_code).get(frame.f_lasti, ()) if event == "opcode" else ()
         for name, itself in names:
             value = frame.f_locals.get(name)
             if not isinstance(value, fx.Proxy):
                 continue
-            child = _child(value.node, module)
+            child = _child_returning(value.node, module)
             if child is not None:
-                found.append(f"it asks whether `{name}`, returned by `{child}`, is None")
-            elif _is_none(_within(value.node, given), itself):
-                found.append(f"it asks whether `{name}`, or what it holds, is None, as it is here")
+                findings.append(f"it asks whether `{name}`, returned by `{child}`, is None")
+            elif _is_none(_argument_value(value.node, given), itself):
+                findings.append(
+                    f"it asks whether `{name}`, or what it holds, is None, as it is here"
+                )
         return step
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks once, when tracing begins
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 reads this once, when tracing begins
     sys.settrace(enter)
     try:
-        yield found
+        yield findings
     finally:
         sys.settrace(before)
 
@@ -256,10 +266,11 @@ def _is_foreign(code: CodeType) -> bool:
 
 
 @cache
-def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
-    """Return the names that each comparison with None may be about, by its place.
+def _none_tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
+    """Return, for each comparison with None by offset, the names that it may be about.
 
-    With each name: whether the comparison is about what it stands for, or what is made of that.
+    With each name: whether the comparison is about the variable itself, or about a value made from
+    it.
     """
     found: dict[int, tuple[tuple[str, bool], ...]] = {}
     line: list[dis.Instruction] = []
@@ -271,30 +282,31 @@ def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
         is_op = is_op and line[-1].argval is None
         if of_none or is_op:
             before = line[:-1] if is_op else line
-            loaded = [_loaded(i) for i in before]
-            itself = loaded[-1][-1:] if loaded else ()  # else what it is made of
+            loaded = [_loaded_names(i) for i in before]
+            itself = loaded[-1][-1:] if loaded else ()  # else about a value made from the names
             names = itself or tuple(name for names in loaded for name in names)
             found[one.offset] = tuple((name, bool(itself)) for name in names)
         line.append(one)
     return found
 
 
-def _loaded(one: dis.Instruction) -> tuple[str, ...]:
-    """The names of variables that an instruction loads, in order; from Python 3.13 on up to two."""
+def _loaded_names(one: dis.Instruction) -> tuple[str, ...]:
+    """Return the names of variables that an instruction loads, in order; from Python 3.13 on up to
+    two."""
     names = one.argval if isinstance(one.argval, tuple) else (str(one.argval),)
     if one.opname == "STORE_FAST_LOAD_FAST":
         return names[1:]
     return names if one.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else ()
 
 
-def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
-    """Return the value of an argument, or a part of one, in this call; None where unknown."""
+def _argument_value(node: fx.Node, given: Mapping[str, Any]) -> Any:
+    """Return the value of an argument, or of an item of one, in this call; None where unknown."""
     if node.op == "placeholder":
         return given.get(str(node.target), 0)
     if node.op != "call_function" or node.target is not operator.getitem:
-        return 0  # computed: a tensor, or what a child gives
+        return 0  # computed: a tensor, or the output of a child
     first, place = node.args[0], cast(Any, node.args[1])
-    whole = _within(first, given) if isinstance(first, fx.Node) else 0
+    whole = _argument_value(first, given) if isinstance(first, fx.Node) else 0
     try:
         return whole[place] if isinstance(whole, Mapping | Sequence) else whole
     except (LookupError, TypeError):
@@ -302,15 +314,16 @@ def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
 
 
 def _is_none(value: Any, itself: bool) -> bool:
-    """Tell whether a value is None, or, unless `itself` is meant, holds a None."""
+    """Return whether a value is None, or, unless `itself`, contains a None."""
     if itself or value is None or not isinstance(value, Mapping | tuple | list):
         return value is None
     inside = value.values() if isinstance(value, Mapping) else value
     return any(_is_none(one, itself) for one in inside)
 
 
-def _child(node: fx.Node, module: nn.Module) -> str | None:
-    """The child whose output, or a part of it, a value is, unless that is always a tensor."""
+def _child_returning(node: fx.Node, module: nn.Module) -> str | None:
+    """Return the child whose output (or an item of it) a value is; None if it is always a
+    tensor."""
     while node.op == "call_function" and node.target in (operator.getitem, getattr):
         first = node.args[0]
         if not isinstance(first, fx.Node):
@@ -324,73 +337,83 @@ def _child(node: fx.Node, module: nn.Module) -> str | None:
 
 
 # -- the trace -------------------------------------------------------------------------------------
-# Values that are no tensors (None, flags, numbers) are constants of one flow; a module has a flow
-# for each set of them, and for training and evaluation.  What a flow cannot hold, such as a choice
-# that depends on a tensor, is refused with the line.  This is the one file that knows how fx
+# Values that are no tensors (None, flags, numbers) are constants of one flow; a module has one flow
+# for each set of constants, and for training and evaluation. A forward that cannot be traced, such
+# as a branch that depends on a tensor, is refused with its line. Only this file depends on how fx
 # traces.
 
 
-WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # large kernels of their own
-_lock = threading.Lock()  # a trace changes torch's module class while it lasts
+LARGE_KERNELS = (
+    nn.Linear,
+    nn.Embedding,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)  # large kernels of their own
+_lock = threading.Lock()  # a trace patches torch's module class while it runs
 
 
 @dataclass(frozen=True)
-class Looked:
-    """The depth of a flow: modules that stay calls, and projections whose bias is separate."""
+class TraceDepth:
+    """The depth of a flow: which modules stay calls, and which projections have a separate bias."""
 
-    whole: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset()
     decomposed: frozenset[str] = frozenset()
-    products: bool = False  # look into linear layers, too
-    bare: bool = False  # follow the forward inside of its decorators, which someone else keeps
+    products: bool = False  # trace into linear layers, too
+    undecorated: bool = False  # trace the forward inside its decorators, which the caller keeps
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of a call by name: those that are parts of the flow, and constants."""
+class FlowArguments:
+    """The arguments of a call by name: inputs of the flow (`tensors`), and constants."""
 
     tensors: Mapping[str, Any]
     constants: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for calls that have one flow."""
-        inside = tuple((n, inside_of(v)) for n, v in self.tensors.items())
+        """A key that is equal for calls with the same flow."""
+        inside = tuple((n, structure_of(v)) for n, v in self.tensors.items())
         return inside, tuple((n, repr(v)) for n, v in self.constants.items())
 
 
-def inside_of(value: Any) -> Any:
-    """The structure of an argument that a trace may ask for: a dict's keys, a list's length, and
-    what in it is None."""
+def structure_of(value: Any) -> Any:
+    """Return the structure of an argument that a trace may ask for.
+
+    This is: keys of a dict, length of a list, and which items are None.
+    """
     if isinstance(value, dict):
-        return "dict", *((key, inside_of(one)) for key, one in value.items())
+        return "dict", *((key, structure_of(one)) for key, one in value.items())
     if isinstance(value, tuple | list):
-        return "list", *(inside_of(one) for one in value)
+        return "list", *(structure_of(one) for one in value)
     return "none" if value is None else "value"
 
 
-def like(inside: Any) -> Any:
-    """A value of which `inside_of` says the same."""
+def value_with_structure(inside: Any) -> Any:
+    """Return a value with this structure, see `structure_of`."""
     if isinstance(inside, str):
         return None if inside == "none" else inside
     kind, *parts = inside
-    made = [like(part[1] if kind == "dict" else part) for part in parts]
+    made = [value_with_structure(part[1] if kind == "dict" else part) for part in parts]
     return dict(zip((part[0] for part in parts), made)) if kind == "dict" else made
 
 
-def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-    """Sort the arguments of a call of a module's own forward into tensors and constants."""
+def flow_arguments_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> FlowArguments:
+    """Split the arguments of a call of a module's own forward into tensors and constants."""
     named = arguments_of(type(module).forward)(module, *args, **kwargs)
     parts = {n: v for n, v in named.items() if _holds(v)}
-    return Given(parts, {n: v for n, v in named.items() if n not in parts})
+    return FlowArguments(parts, {n: v for n, v in named.items() if n not in parts})
 
 
-def imagined(module: nn.Module) -> Given:
-    """Imagine a call with a tensor for each required argument, and defaults for the others."""
+def invented_arguments(module: nn.Module) -> FlowArguments:
+    """Invent a call with a tensor for each required argument, and defaults for the others."""
     found = list(inspect.signature(type(module).forward).parameters.values())[1:]
     free: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     needed = {p.name: torch.empty(0) for p in found if p.default is p.empty and p.kind not in free}
     rest = {p.name: free.get(p.kind, p.default) for p in found if p.name not in needed}
-    return Given(needed, rest)
+    return FlowArguments(needed, rest)
 
 
 def _holds(value: Any) -> bool:
@@ -399,29 +422,29 @@ def _holds(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def flow(module: nn.Module, given: Given, looked: Looked) -> fx.Graph:
-    """The flow of one call; S883 where there is none."""
+def trace_flow(module: nn.Module, given: FlowArguments, looked: TraceDepth) -> fx.Graph:
+    """Trace one call; return its data flow, or raise Refusal S883."""
     tracer = Tracer(module, given, looked)
-    with _lock, plain_torch():
+    with _lock, without_function_modes():
         try:
             while True:
                 try:
-                    with asked(module, given.tensors) as questions:
+                    with record_none_tests(module, given.tensors) as questions:
                         graph = tracer.trace(module)
-                except _Draws as inside:
+                except _DrawsRandom as inside:
                     tracer = Tracer(module, given, looked, tracer.whole | {inside.path})
                     continue
                 if questions:
-                    raise _refused(module, questions[:1])
-                return _plain(graph)
+                    raise _flow_refusal(module, questions[:1])
+                return _with_plain_inputs(graph)
         except Refusal:
             raise
-        except Exception as error:  # whatever a forward does with what are no tensors
+        except Exception as error:  # a forward may raise anything for proxies
             raise _refusal(module, error) from error
 
 
-def _plain(graph: fx.Graph) -> fx.Graph:
-    """The graph as a function of its parts, where fx made one of flat lists: of a constant too."""
+def _with_plain_inputs(graph: fx.Graph) -> fx.Graph:
+    """Return a graph with plain inputs and outputs, where fx made one of flat lists."""
     codegen = graph._codegen
     if isinstance(codegen, _PyTreeCodeGen):
         output = next(iter(reversed(graph.nodes)))
@@ -438,17 +461,17 @@ def _refusal(module: nn.Module, error: Exception) -> Refusal:
     own = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
     where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in own[-1:]]
     said = f"{type(error).__name__}: {error}".split("\n")[0]
-    return _refused(module, [said, *where])
+    return _flow_refusal(module, [said, *where])
 
 
-def _refused(module: nn.Module, notes: Iterable[str]) -> Refusal:
+def _flow_refusal(module: nn.Module, notes: Iterable[str]) -> Refusal:
     title = f"the data flow of `{type(module).__name__}` cannot be followed"
     helps = ("name a smaller module, one that computes what the pattern says",)
     return Refusal.of("S883", title, notes=tuple(notes), helps=helps)
 
 
-class _Draws(Exception):
-    """A child draws random numbers in a function of its own: they belong to its place."""
+class _DrawsRandom(Exception):
+    """Raised if a child draws random numbers by a function: the child must stay a call."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -458,25 +481,30 @@ class _Draws(Exception):
 class Tracer(fx.Tracer):
     """Traces one module's forward in place."""
 
-    proxy_buffer_attributes = True  # or what it does to a buffer would be done while it is traced
+    proxy_buffer_attributes = True  # else changes of a buffer would be executed while tracing
 
     def __init__(
-        self, module: nn.Module, given: Given, looked: Looked, whole: Set[str] = frozenset()
+        self,
+        module: nn.Module,
+        given: FlowArguments,
+        looked: TraceDepth,
+        whole: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.module, self.given, self.looked = module, given, looked
-        self.whole = looked.whole | whole
+        self.whole = looked.calls | whole
         self.inside: list[str] = []
 
     def create_args_for_root(self, root_fn: Any, *given: Any) -> Any:
-        """The function that is followed, and its arguments."""
-        followed = inspect.unwrap(root_fn) if self.looked.bare else root_fn
+        """Return the function to trace, and its arguments."""
+        followed = inspect.unwrap(root_fn) if self.looked.undecorated else root_fn
         return super().create_args_for_root(followed, *given)
 
     def create_arg(self, a: Any) -> Any:
-        """A value as the flow holds it; fx makes plain dicts of outputs that are dicts with names.
+        """Return a value as a node; fx would turn dataclass outputs that are dicts into plain
+        dicts.
 
-        Raises TypeError for a kind of dict that cannot be made again from its items.
+        Raises TypeError for a dict class that cannot be rebuilt from its items.
         """
         if not isinstance(a, dict) or type(a) is dict:
             return super().create_arg(a)
@@ -486,17 +514,19 @@ class Tracer(fx.Tracer):
         return made.node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Large kernels, and whatever something was done to."""
-        products = () if self.looked.products else WHOLE
+        """Return whether a module stays a call: large kernels, dropout, and modules with hooks or
+        layers."""
+        products = () if self.looked.products else LARGE_KERNELS
         kept = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
-        return kept or touched(m)
+        return kept or has_changed_call(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A child's call; of a projection whose bias stands apart the product, and the sum."""
+        """Trace a child's call; a projection with a separate bias becomes a product and an
+        addition."""
         path = self.path_of_module(m)
         if path in self.looked.decomposed:
             at = self.create_proxy("get_attr", path, (), {})
-            product = self.create_proxy("call_function", without_bias, (at, *args), kwargs)
+            product = self.create_proxy("call_function", sharded_product, (at, *args), kwargs)
             bias = self.create_proxy("get_attr", f"{path}.bias", (), {})
             return self.create_proxy("call_function", operator.add, (product, bias), {})
         self.inside.append(path)
@@ -506,14 +536,14 @@ class Tracer(fx.Tracer):
             self.inside.pop()
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node; one that draws numbers belongs to the module that was traced."""
+        """Create a node; raise `_DrawsRandom` if it draws random numbers inside a traced child."""
         draws = "dropout" in getattr(target, "__name__", str(target))
         if kind == "call_function" and draws and self.inside:
-            raise _Draws(self.inside[-1])
+            raise _DrawsRandom(self.inside[-1])
         return super().create_node(kind, target, *args, **kwargs)
 
     def _proxy_placeholder(self, name: str, *more: Any) -> Any:
-        """An argument of the flow, or the constant that it always is."""
+        """Return a proxy for an argument of the flow, or its constant."""
         bare = name.lstrip("*")
         if bare in self.given.constants:
             return self.given.constants[bare]
@@ -525,7 +555,7 @@ class Tracer(fx.Tracer):
         return iter(value) if isinstance(value, Mapping) else super().keys(obj)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Return as many parts of an argument that is a list as in this call."""
+        """Return the items of an argument that is a list, as many as in this call."""
         value = self.given.tensors.get(str(obj.node.target))
         if obj.node.op == "placeholder" and isinstance(value, tuple | list):
             several: Any = obj
@@ -533,41 +563,47 @@ class Tracer(fx.Tracer):
         return super().iter(obj)
 
 
-def touched(module: nn.Module) -> bool:
-    """Tell whether hooks or a replaced forward change a call of this module."""
+def has_changed_call(module: nn.Module) -> bool:
+    """Return whether hooks or a replaced forward change a call of this module."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    foreign = [h for kind in hooks for h in kind.values() if not _ours(h)]
+    foreign = [h for kind in hooks for h in kind.values() if not _is_scope_hook(h)]
     return bool(foreign) or "forward" in vars(module) or hasattr(module, "_get_fsdp_state")
 
 
-def _ours(hook: Any) -> bool:
-    """Tell whether a hook is one of schedlang's scope, which only tracks the running module."""
+def _is_scope_hook(hook: Any) -> bool:
+    """Return whether a hook is that of schedlang's scope, which only tracks the running module."""
     return getattr(hook, "__module__", "") == "schedlang.runtime.scope"
 
 
-def without_bias(module: nn.Module, x: Tensor) -> Tensor:
-    """The product of a projection, by its parts where it is sharded; its bias is added outside."""
-    from schedlang.runtime.fusion.decomposed import product
+def sharded_product(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the product of a projection, also where it is sharded; its bias is added outside."""
+    from schedlang.runtime.fusion.decomposed_bias import product_without_bias
 
-    return product(module, x)
+    return product_without_bias(module, x)
 
 
 @contextmanager
-def plain_torch() -> Iterator[None]:
-    """Leave the function modes that hold here, for the time of a block."""
+def without_function_modes() -> Iterator[None]:
+    """Leave all function modes within the block."""
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         yield
 
 
-def owned(module: nn.Module) -> bool:
-    """Tell whether the module's own forward was replaced."""
+def any_outside() -> bool:
+    """Tell whether a function mode holds here that is not to be traced into a graph."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "outside", False) for mode in modes)
+
+
+def has_replaced_forward(module: nn.Module) -> bool:
+    """Return whether the module's own forward was replaced."""
     layers = layers_of(module)
     return layers is not None and (
         layers.original is not None or bool({"kernel", "attend", "context"} & set(layers.kinds))

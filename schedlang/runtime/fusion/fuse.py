@@ -1,4 +1,5 @@
-"""Compile one module's forward and backward with inductor, or what a pattern matches in it."""
+"""Compile a module's forward and backward with inductor (`fuse`), or regions matched by a
+pattern."""
 
 from __future__ import annotations
 
@@ -14,41 +15,51 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
-from schedlang.runtime.adapters.torch_compile import compiled, keeping, keeps_buffers
-from schedlang.runtime.device import device_of, not_there
-from schedlang.runtime.forward import layer_of, wrap
-from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
-from schedlang.runtime.fusion.rewrite import (
-    How,
-    Match,
-    Miss,
-    Rewritten,
-    matches,
-    rewritten,
-    whole,
+from schedlang.runtime.adapters.torch_compile import (
+    compile_keeping_buffers,
+    compile_one_graph,
+    keeps_buffers,
 )
-from schedlang.runtime.left import leave
-from schedlang.runtime.modes import on_stack
-from schedlang.runtime.sharding.leaf import make_ready, without_graph
-from schedlang.runtime.tracing.meta import tensors_in
+from schedlang.runtime.declined_calls import note_declined
+from schedlang.runtime.device import device_of, is_meta
+from schedlang.runtime.forward import layer_of, wrap
+from schedlang.runtime.fusion.dataflow import (
+    FlowArguments,
+    TraceDepth,
+    any_outside,
+    flow_arguments_of,
+    has_replaced_forward,
+    trace_flow,
+    without_function_modes,
+)
+from schedlang.runtime.fusion.rewrite import (
+    Match,
+    NearestMiss,
+    RegionOptions,
+    RewrittenFlow,
+    find_matches,
+    match_all,
+    rewrite_flow,
+)
+from schedlang.runtime.modes import modes_on_stack
+from schedlang.runtime.sharding.sharded_layer import build_forwards, graph_obstacle
+from schedlang.runtime.tracing.meta_runs import tensors_in
 
 # -- whole modules ---------------------------------------------------------------------------------
-# The compiled function takes the place of the forward of one instance; equal modules share graphs.
-# A graph break or too many recompilations, which torch would answer by running parts eagerly with
-# a line in a log, is a refusal here.  Random numbers are drawn as eager torch draws them, so that
-# dropout under the same seed stays the same.
-#
-# Under ambient modes (float64, logical dropout) the module runs eagerly: what a mode does would be
-# traced into the graph once and for all (measured: logical dropout cannot be traced, float64 can
-# but proves nothing about the graph that trains).  So a schedule is verified around the region,
-# and `check_fused` judges the compiled region itself in the type that it trains in.
+# The compiled function replaces the forward of one instance; equal modules share graphs. A graph
+# break or too many recompilations, which torch would answer by running parts eagerly with a log
+# line, is a refusal here. Random numbers are drawn as eager torch draws them, so that dropout with
+# the same seed stays the same. Under ambient modes (float64, logical dropout) the module runs
+# eagerly: a graph would hold the mode's effect for ever (measured: logical dropout cannot be
+# traced, float64 can but proves nothing about the graph that trains). So a schedule is verified
+# around the region, and `check_fused` checks the compiled region in the dtype that it trains in.
 
 
-LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can give
+MAX_GRAPHS = 16  # graphs of one forward; with more, compiling costs more than it gains
 
 
-def unavailable(device: str = "cpu") -> str | None:
-    """Say why inductor cannot compile for a device here; None if it can."""
+def why_unavailable(device: str = "cpu") -> str | None:
+    """Return why inductor cannot compile for a device here; None if it can."""
     if device != "cpu":
         from torch.utils._triton import has_triton
 
@@ -64,32 +75,32 @@ def unavailable(device: str = "cpu") -> str | None:
 
 
 def fuse(module: nn.Module, *, rounding: str = "fp32") -> None:
-    """Compile the forward of `module`, in place; it compiles when it is first called.
+    """Compile the forward of `module`, in place; it is compiled at its first call.
 
-    Its backward can be run in two parts (gradients of inputs, then of weights) if `keep_buffers`
-    was called before.
-    rounding: "eager" rounds intermediate results as the operators do, "fp32" only what leaves.
-
-    Raises Refusal without a compiler, for a module whose computation was replaced already, and at
-    the call where the forward is not one graph.
+    The backward can run in two parts (gradients of inputs, then of weights) if `keep_buffers` was
+    called before.
+    rounding  "eager": intermediate results are rounded as the operators round them; "fp32": only
+              the outputs are rounded
+    Raises Refusal S831 without a compiler, S832 for a module with a kernel, and, at the call, S833
+    if the forward is not one graph.
     """
     device = device_of(module.parameters())
-    missing = unavailable(device.type) if not not_there(device) else None
+    missing = why_unavailable(device.type) if not is_meta(device) else None
     if missing:
         raise _refusal("S831", "inductor cannot compile here", missing)
     if layer_of(module, "kernel") or layer_of(module, "attend"):
         name = type(module).__name__
         raise _refusal("S832", f"`{name}` already has a kernel", "fuse a module around it")
-    wrap(module, "fuse", Fuse(type(module).__name__, rounding, module))
+    wrap(module, "fuse", FusedForward(type(module).__name__, rounding, module))
 
 
-def graphs(module: nn.Module) -> int:
-    """Count the graphs that were compiled for a module's own forward; equal modules share them."""
+def count_graphs(module: nn.Module) -> int:
+    """Return the number of graphs compiled for a module's own forward; equal modules share them."""
     layer = layer_of(module, "fuse")
-    return layer.graphs if isinstance(layer, Fuse) else 0
+    return layer.graphs if isinstance(layer, FusedForward) else 0
 
 
-class Fuse:
+class FusedForward:
     """The layer that calls the compiled form of a forward."""
 
     def __init__(
@@ -99,39 +110,40 @@ class Fuse:
         module: nn.Module | None = None,
     ) -> None:
         self.name = name
-        self.module = module  # where it is noted that a call ran eagerly
+        self.module = module  # where calls that ran eagerly are recorded
         self.rounding = rounding
         self.graphs = 0
         self.eager = ""  # why it runs eagerly
-        self.looked = False  # for what no graph can hold
+        self.looked = False  # whether the module was checked for what no graph can hold
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies compile anew: the compiled function is bound to the original module."""
+        """Drop the compiled function: it is bound to the original module."""
         return self.__dict__ | {"compiled": None, "graphs": 0}
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run compiled; eagerly, and it is noted, where a mode or its draws do not let it."""
+        """Run the compiled forward; run eagerly, and record this, if a mode or the module requires
+        it."""
         if not self.looked and self.module is not None:
-            self.looked, self.eager = True, self.eager or without_graph(self.module)
-        under = on_stack()
-        whys = [why for mode in under if (why := mode.eager)]
-        whys += [self.eager] if self.eager and torch.is_grad_enabled() else []
-        if whys and self.module is not None:
-            leave(self.module, "fuse", whys[0])
-        if self.eager or any(not mode.compiles for mode in under):
+            self.looked, self.eager = True, self.eager or graph_obstacle(self.module)
+        modes = modes_on_stack()
+        reasons = [why for mode in modes if (why := mode.eager)]
+        reasons += [self.eager] if self.eager and torch.is_grad_enabled() else []
+        if reasons and self.module is not None:
+            note_declined(self.module, "fuse", reasons[0])
+        if self.eager or any(not mode.compiles for mode in modes):
             return inner(*args, **kwargs)
-        given: list[tuple[Tensor, int]] = []
+        versions: list[tuple[Tensor, int]] = []
         if self.compiled is None:
             if self.module is not None:
-                make_ready(self.module)
+                build_forwards(self.module)
             self.compiled = _compile(inner, self.rounding)
-            taken = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
-            given = [(one, one._version) for one in taken]
-        alone = plain_torch() if under else nullcontext()
-        with alone, _counting(self), _refusing(self.name):
+            tracked = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
+            versions = [(one, one._version) for one in tracked]
+        without_modes = without_function_modes() if modes or any_outside() else nullcontext()
+        with without_modes, _count_graphs(self), _refuse_breaks(self.name):
             out = self.compiled(*args, **kwargs)
-        if any(one._version != version for one, version in given):
+        if any(one._version != version for one, version in versions):
             raise _refusal(
                 "S833",
                 f"`{self.name}` changes its inputs in place",
@@ -141,20 +153,22 @@ class Fuse:
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
-    return compiled(_with_own_code(inner), LIMIT, _BACKENDS[rounding, keeps_buffers()])
+    return compile_one_graph(
+        _with_own_code(inner), MAX_GRAPHS, _BACKENDS[rounding, keeps_buffers()]
+    )
 
 
 _codes: dict[tuple[type, FunctionType], FunctionType] = {}
 
 
 def _with_own_code(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """The class's own forward over a code object that belongs to this class alone.
+    """Return the class's own forward with a code object that belongs to this class alone.
 
-    torch keeps graphs, and counts them against the limit, by code object, and one decorator around
-    the forwards of many classes (as transformers has) gives all of them the same.
+    torch caches and limits graphs by code object, and a decorator around the forwards of many
+    classes (as in transformers) gives all of them the same code.
     """
     if not isinstance(inner, partial) or not isinstance(inner.func, FunctionType):
-        return inner  # a forward that the instance was given
+        return inner  # a forward that was set on the instance
     module, function = inner.args[0], inner.func
     key = (type(module), function)
     if key not in _codes:
@@ -171,31 +185,35 @@ def _with_own_code(inner: Callable[..., Any]) -> Callable[..., Any]:
     return MethodType(_codes[key], module)
 
 
-_counted: list[Fuse] = []
+_counting_layers: list[FusedForward] = []
 
 
 @contextmanager
-def _counting(layer: Fuse) -> Iterator[None]:
-    _counted.append(layer)
+def _count_graphs(layer: FusedForward) -> Iterator[None]:
+    _counting_layers.append(layer)
     try:
         yield
     finally:
-        _counted.pop()
+        _counting_layers.pop()
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: Any, rounding: str) -> Any:
-    """Compile a graph; "eager": intermediate results are rounded to the working type."""
+    """Compile a graph; `rounding` "eager": intermediate results are rounded to the working
+    dtype."""
     import torch._inductor.config as inductor
     from torch._inductor.compile_fx import compile_fx
 
-    if _counted:
-        _counted[-1].graphs += 1
+    if _counting_layers:
+        _counting_layers[-1].graphs += 1
     casts = rounding == "eager"
-    with inductor.patch(fallback_random=True, emulate_precision_casts=casts), keeping():
+    with (
+        inductor.patch(fallback_random=True, emulate_precision_casts=casts),
+        compile_keeping_buffers(),
+    ):
         return compile_fx(graph, inputs)
 
 
-# One object for all regions that are compiled alike: graphs are shared between equal backends only.
+# One object for equal options: graphs are shared between equal backends only.
 _BACKENDS: Mapping[tuple[str, bool], Callable[..., Any]] = {
     (rounding, kept): partial(_backend, rounding=rounding)
     for rounding in ("fp32", "eager")
@@ -208,8 +226,8 @@ def _refusal(code: str, title: str, *notes: str) -> Refusal:
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
-    """Turn what torch says about a forward that is not one graph into a refusal."""
+def _refuse_breaks(name: str) -> Iterator[None]:
+    """Turn torch's errors for a forward that is not one graph into a refusal."""
     from torch._dynamo import exc
 
     limit = getattr(exc, "FailOnRecompileLimitHit", exc.Unsupported)
@@ -219,15 +237,16 @@ def _refusing(name: str) -> Iterator[None]:
         raise _refusal(
             "S834",
             f"`{name}` is compiled again too often",
-            f"more than {LIMIT} graphs were made for one forward, because something that it reads "
+            f"more than {MAX_GRAPHS} graphs were made for one forward, because something that it"
+            " reads "
             "differs from call to call or from layer to layer (with transformers often its cache: "
             "give the batch `use_cache=False`)",
         ) from error
     except exc.Unsupported as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        where = [line for line in said if line.startswith("File ")][-1:]
+        message_lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = [line for line in message_lines if line.startswith("File ")][-1:]
         raise _refusal(
-            "S833", f"`{name}` cannot be compiled as one graph", *said[:2], *where
+            "S833", f"`{name}` cannot be compiled as one graph", *message_lines[:2], *where
         ) from error
 
 
@@ -235,74 +254,81 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A pattern (or None: all of the module) and how it is to be matched and compiled."""
+class FuseRequest:
+    """A pattern (None: all of the module), and how to match and compile it."""
 
     pattern: Pattern | None
-    looked: Looked
-    how: How = How()
+    depth: TraceDepth
+    options: RegionOptions = RegionOptions()
     name: str = ""  # of the module, for messages
 
 
-def found_in(module: nn.Module, told: Told, given: Given) -> tuple[Any, list[Match]]:
-    """The flow of a call and where the pattern stands in it; S882 if nowhere."""
-    graph = flow(module, given, told.looked)
-    if told.pattern is None:
-        return graph, [whole(graph, module)]
-    found, miss = matches(told.pattern, graph, module)
+def matches_in_module(
+    module: nn.Module, request: FuseRequest, given: FlowArguments
+) -> tuple[Any, list[Match]]:
+    """Return the data flow of a call and the matches of the pattern; refuse (S882) without a
+    match."""
+    graph = trace_flow(module, given, request.depth)
+    if request.pattern is None:
+        return graph, [match_all(graph, module)]
+    found, miss = find_matches(request.pattern, graph, module)
     if not found:
-        raise nowhere(told, told.pattern, miss)
+        raise no_match_refusal(request, request.pattern, miss)
     return graph, found
 
 
-def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
-    """S882, with the attempt that came furthest."""
+def no_match_refusal(request: FuseRequest, pattern: Pattern, miss: NearestMiss) -> Refusal:
+    """Return the refusal S882, with the reason of the nearest attempt."""
     fitted = max(miss.fitted, 0)
     of = f"{fitted} of its {pattern.body.size} calls fit"
     helps = ("`schedlang explain fuse` lists what a pattern may contain",)
     if miss.bias:
-        row = f"{told.name}.{miss.bias}".lstrip(".")
+        row = f"{request.name}.{miss.bias}".lstrip(".")
         helps = (f"if you mean its bias, separate it in a row above: `{row}  decompose(bias)`",)
     return Refusal.of(
         "S882",
-        f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
+        f"`{request.name or 'the model'}` has no match for the pattern `{pattern.name}`",
         notes=(f"{of}: {miss.reason}", pattern.text),
         helps=helps,
     )
 
 
-def fuse_pattern(module: nn.Module, told: Told) -> None:
+def fuse_pattern(module: nn.Module, request: FuseRequest) -> None:
     """Let a built module compute each match as one region, in place."""
     device = device_of(module.parameters())
-    inductor = told.how.backend == "inductor" and not not_there(device)
-    missing = unavailable(device.type) if inductor else None
+    inductor = request.options.backend == "inductor" and not is_meta(device)
+    missing = why_unavailable(device.type) if inductor else None
     if missing:
         raise Refusal.of("S831", "inductor cannot compile here", notes=(missing,))
-    wrap(module, "fuse", Regions(module, told))
-    if owned(module):
+    wrap(module, "fuse", FusedRegions(module, request))
+    if has_replaced_forward(module):
         name = type(module).__name__
         raise Refusal.of(
             "S832", f"`{name}` already has a kernel", helps=("leave this module unfused",)
         )
 
 
-class Regions:
+class FusedRegions:
     """The layer that runs the rewritten forward; one for each set of constants."""
 
-    def __init__(self, module: nn.Module, told: Told) -> None:
-        self.module, self.told = module, told
-        self.made: dict[Any, Rewritten] = {}
+    def __init__(self, module: nn.Module, request: FuseRequest) -> None:
+        self.module, self.told = module, request
+        self.eager = ""  # the reason to run the module's own forward, if any
+        self.made: dict[Any, RewrittenFlow] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies look anew: what is done to their children may differ."""
+        """Drop the rewritten forwards: in a copy, children may have other hooks or rows."""
         return self.__dict__ | {"made": {}}
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The rewritten forward; `inner` is not called."""
-        given = given_of(self.module, args, kwargs)
+        """Run the rewritten forward; call `inner` only if there is a reason to run it eagerly."""
+        if self.eager:
+            note_declined(self.module, "fuse", self.eager)
+            return inner(*args, **kwargs)
+        given = flow_arguments_of(self.module, args, kwargs)
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
-            graph, found = found_in(self.module, self.told, given)
-            self.made[key] = rewritten(graph, found, self.module, self.told.how)
+            graph, found = matches_in_module(self.module, self.told, given)
+            self.made[key] = rewrite_flow(graph, found, self.module, self.told.options)
         made = self.made[key]
         return made.run(self.module, *(given.tensors[name] for name in made.names))

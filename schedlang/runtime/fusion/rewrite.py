@@ -1,4 +1,4 @@
-"""Matches of a pattern in a data flow, and the flow with each match taken out as one call."""
+"""Match a pattern in a data flow, and replace each match by one compiled call."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from schedlang.language.patterns import COMMUTES, Const, Op, Pattern, Term, Var
-from schedlang.runtime.adapters.torch_compile import keeping
+from schedlang.language.patterns import COMMUTATIVE, Const, Op, Pattern, Term, Var
+from schedlang.runtime.adapters.torch_compile import compile_keeping_buffers
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.fusion.dataflow import (
+    describe_node,
+    function_name,
     is_dropout,
-    name_of,
-    operation,
-    plain_torch,
-    shown,
-    writes,
+    operation_of,
+    without_function_modes,
+    writes_in_place,
 )
-from schedlang.runtime.modes import on_stack
+from schedlang.runtime.modes import modes_on_stack
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
-from schedlang.runtime.rowwise_kernels.operator import Generated, refusal
+from schedlang.runtime.rowwise_kernels.rowwise_operator import RowwiseRegion, not_rowwise_refusal
 
 # -- inductor for one region -----------------------------------------------------------------------
 
 
-LIMIT = 16  # sets of shapes of one region; those beyond are compiled for any shape, or refused
+MAX_SHAPES = 16  # sets of shapes of one region; with more, it is compiled for any shape, or refused
 
 
-def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
-    """The function compiled; `count` is called for each graph.
+def compile_region(plain: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
+    """Compile a function with inductor; `count` is called for each graph.
 
-    rounding "eager": intermediate results are rounded to the working type as they are eagerly;
-    "fp32": they stay in float32 until they leave the region.
+    rounding  "eager": intermediate results are rounded to the working dtype as in eager mode;
+              "fp32": they stay in float32 until they leave the region
     """
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -45,7 +45,7 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
         from torch._inductor.compile_fx import compile_fx
 
         count()
-        with inductor.patch(emulate_precision_casts=rounding == "eager"), keeping():
+        with inductor.patch(emulate_precision_casts=rounding == "eager"), compile_keeping_buffers():
             return compile_fx(graph, inputs)
 
     return torch.compile(plain, fullgraph=True, backend=backend)
@@ -56,76 +56,78 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
 
 @dataclass(frozen=True)
 class Match:
-    """One place: its calls in the order of the flow, and what each parameter is."""
+    """One match: its calls in the order of the flow, and the value of each pattern variable."""
 
     nodes: tuple[fx.Node, ...]
     bound: Mapping[str, Any]
-    several: tuple[fx.Node, ...] = ()  # results, where they are more than the last call's
+    multiple_results: tuple[fx.Node, ...] = ()  # results, where they are more than the last call's
 
     @property
     def root(self) -> fx.Node:
-        """The call that gives the result."""
+        """The call whose result is the match's."""
         return self.nodes[-1]
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes of the results."""
-        return self.several or (self.root,)
+        return self.multiple_results or (self.root,)
 
 
 @dataclass
-class Miss:
-    """The attempt that came furthest: how many calls fitted, and why no more did."""
+class NearestMiss:
+    """The nearest attempt: how many calls matched, and why not more."""
 
     fitted: int = -1
     reason: str = "none of its calls is in the pattern"
-    bias: str = ""  # a projection whose bias would have fitted, if it stood apart
+    bias: str = ""  # a projection whose bias would have matched if it were separate
 
     def note(self, fitted: int, reason: str, bias: str = "") -> None:
-        """Remember a reason if it comes later than the one known."""
+        """Record a reason if more calls matched than for the recorded one."""
         if fitted > self.fitted:
             self.fitted, self.reason, self.bias = fitted, reason, bias
 
 
 @dataclass
 class _Try:
-    """One attempt at one place; `nodes` and `bound` are taken back where a branch fails."""
+    """One attempt at one node; `nodes` and `bound` are restored where a branch fails."""
 
     root: nn.Module
-    miss: Miss
+    miss: NearestMiss
     nodes: list[fx.Node] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
 
     def fits(self, term: Term, value: Any) -> bool:
-        """Tell whether a value of the flow matches a piece of the pattern."""
+        """Return whether a value of the flow matches a term of the pattern."""
         match term:
             case Var(name):
                 if name in self.bound and self.bound[name] is not value:
-                    return self._no(f"`{name}` is two different values")
+                    return self._fail(f"`{name}` is two different values")
                 self.bound[name] = value
                 return True
             case Const(wanted):
-                return _equal(wanted, value) or self._no(
-                    f"the pattern has {wanted} where the model has {_said(value, self.root)}"
+                return _equal(wanted, value) or self._fail(
+                    f"the pattern has {wanted} where the model has {_value_text(value, self.root)}"
                 )
             case Op():
                 return self._call(term, value)
 
-    def _no(self, reason: str, bias: str = "") -> bool:
+    def _fail(self, reason: str, bias: str = "") -> bool:
         self.miss.note(len(self.nodes), reason, bias)
         return False
 
     def _call(self, term: Op, value: Any) -> bool:
         if not isinstance(value, fx.Node):
-            return self._no(f"the pattern has `{term}` where the model has {value!r}")
-        found = operation(value, self.root)
+            return self._fail(f"the pattern has `{term}` where the model has {value!r}")
+        found = operation_of(value, self.root)
         if found is None or found[0] != term.name:
-            said = shown(value, self.root)
-            return self._no(
-                f"the pattern has `{term}` where the model has {said}", _bias(term, value)
+            text = describe_node(value, self.root)
+            return self._fail(
+                f"the pattern has `{term}` where the model has {text}", _bias(term, value)
             )
         if value in self.nodes:
-            return self._no(f"{shown(value, self.root)} is matched by two calls of the pattern")
+            return self._fail(
+                f"{describe_node(value, self.root)} is matched by two calls of the pattern"
+            )
         self.nodes.append(value)
         for given in _orders(term):
             before = len(self.nodes), dict(self.bound)
@@ -138,14 +140,14 @@ class _Try:
 
 
 def _orders(term: Op) -> Iterator[tuple[tuple[str, Term], ...]]:
-    yield term.given
-    if term.name in COMMUTES and len(term.given) == 2:
-        (a, left), (b, right) = term.given
+    yield term.arguments
+    if term.name in COMMUTATIVE and len(term.arguments) == 2:
+        (a, left), (b, right) = term.arguments
         yield (a, right), (b, left)
 
 
 def _bias(term: Op, value: fx.Node) -> str:
-    """The projection that stands where the pattern has a sum: its bias may be meant."""
+    """Return the projection where the pattern has a sum: the pattern may mean its bias."""
     return str(value.target) if term.name == "add" and value.op == "call_module" else ""
 
 
@@ -157,13 +159,18 @@ def _equal(wanted: Any, value: Any) -> bool:
     return bool(str(wanted) == str(value) or wanted == value)
 
 
-def _said(value: Any, root: nn.Module) -> str:
-    return shown(value, root) if isinstance(value, fx.Node) else str(value)
+def _value_text(value: Any, root: nn.Module) -> str:
+    return describe_node(value, root) if isinstance(value, fx.Node) else str(value)
 
 
-def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Match], Miss]:
-    """All places of a pattern that share no call, the last first found; and the nearest miss."""
-    miss, taken = Miss(), set[fx.Node]()
+def find_matches(
+    pattern: Pattern, graph: fx.Graph, root: nn.Module
+) -> tuple[list[Match], NearestMiss]:
+    """Return all matches of a pattern that share no call, in order, and the nearest miss.
+
+    Later matches have priority.
+    """
+    miss, taken = NearestMiss(), set[fx.Node]()
     found: list[Match] = []
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
@@ -171,7 +178,7 @@ def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Ma
         if node in taken or not attempt.fits(pattern.body, node):
             continue
         nodes = tuple(sorted(attempt.nodes, key=order.__getitem__))
-        wrong = _apart(nodes, graph, root)
+        wrong = _why_not_one_region(nodes, graph, root)
         if taken & set(nodes):
             wrong = "two matches share a call"
         if wrong:
@@ -182,18 +189,19 @@ def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Ma
     return found[::-1], miss
 
 
-def _apart(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
-    """Say why these calls cannot run as one region: others read inside it, or write its inputs."""
+def _why_not_one_region(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
+    """Return why these calls cannot run as one region: others use a result, or modify its
+    inputs."""
     inside = set(nodes)
     for node in nodes[:-1]:
         other = next((user for user in node.users if user not in inside), None)
         if other is not None:
-            return f"{shown(other, root)} uses what {shown(node, root)} gives, too"
+            return f"{describe_node(other, root)} uses what {describe_node(node, root)} gives, too"
     between = False
     for node in graph.nodes:
         between = between or node is nodes[0]
-        if between and node not in inside and writes(node):
-            return f"{shown(node, root)} writes in place between its calls"
+        if between and node not in inside and writes_in_place(node):
+            return f"{describe_node(node, root)} writes in place between its calls"
         if node is nodes[-1]:
             break
     return ""
@@ -202,9 +210,9 @@ def _apart(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
 # -- a whole module as one match -------------------------------------------------------------------
 
 
-# functions that no row can be computed with by itself, by torch's names; what is not known here is
-# told when the kernel is made
-ACROSS = frozenset(
+# functions that cannot be computed row by row, by torch's names; unknown functions are reported
+# when the kernel is made
+NOT_ROWWISE = frozenset(
     (
         *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d"),
         *("conv3d", "embedding", "scaled_dot_product_attention", "cat", "stack", "cumsum"),
@@ -215,101 +223,104 @@ ACROSS = frozenset(
 )
 
 
-def whole(graph: fx.Graph, root: nn.Module) -> Match:
-    """All calls of a flow as one; S887 with the name of the one that is not row-wise."""
+def match_all(graph: fx.Graph, root: nn.Module) -> Match:
+    """Match all calls of a flow as one; refuse (S887) with the name of a call that is not
+    row-wise."""
     nodes = []
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
-        wrong = _wrong(node, root)
+        wrong = _why_not_rowwise(node, root)
         if wrong:
-            raise refusal(wrong)
+            raise not_rowwise_refusal(wrong)
         nodes.append(node)
     if not nodes:
-        raise refusal("it computes nothing")
+        raise not_rowwise_refusal("it computes nothing")
     output = next(iter(reversed(graph.nodes)))
     results = tuple(dict.fromkeys(n for n in output.all_input_nodes if n in nodes))
     last = nodes[-1]
     return Match(tuple(nodes), {}, () if results == (last,) else results)
 
 
-def _wrong(node: fx.Node, root: nn.Module) -> str:
-    """Say why a call cannot be part of a kernel; "" if it can."""
+def _why_not_rowwise(node: fx.Node, root: nn.Module) -> str:
+    """Return why a call cannot be part of a row-wise kernel; "" if it can."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return "" if is_dropout(module) else f"{shown(node, root)} is not a row-wise operator"
-    if writes(node):
-        return f"{shown(node, root)} writes in place"
+        return (
+            "" if is_dropout(module) else f"{describe_node(node, root)} is not a row-wise operator"
+        )
+    if writes_in_place(node):
+        return f"{describe_node(node, root)} writes in place"
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return f"{shown(node, root)} is not a row-wise operator" if name in ACROSS else ""
+    return f"{describe_node(node, root)} is not a row-wise operator" if name in NOT_ROWWISE else ""
 
 
 # -- the rewritten flow ----------------------------------------------------------------------------
-# The rest runs as it did, in the module's own place: children are called with their hooks and
-# layers, parameters are read when they are needed.  Masks of dropout are drawn outside of the
-# region, by the very calls that drew them, of ones: so they are the same, whoever draws them.
+# The rest runs unchanged, in the module: children are called with their hooks and layers,
+# parameters are read when they are needed. Masks of dropout are drawn outside of the region, by the
+# original calls applied to ones: so they do not depend on the region.
 
 
-_regions: dict[tuple[str, str, str], Region] = {}
+_regions: dict[tuple[str, str, str], FusedRegion] = {}
 
 
 @dataclass(frozen=True)
-class How:
-    """The way to compile regions: by inductor or as generated kernels; and the rounding."""
+class RegionOptions:
+    """The options of regions: compiled by inductor or as generated kernels; and the rounding."""
 
     rounding: str = "fp32"
     backend: str = "inductor"
 
 
-@dataclass(eq=False)  # two are equal if they are one
-class Region:
-    """A function of tensors, compiled once for all places where it is the same text."""
+@dataclass(eq=False)  # compared by identity
+class FusedRegion:
+    """A function of tensors, compiled once for all places with the same source."""
 
     source: str
-    plain: Callable[..., Any]
+    eager: Callable[..., Any]
     rounding: str
     backend: str = "inductor"
     graphs: int = 0
-    fast: Callable[..., Any] | None = field(default=None, repr=False)
+    compiled: Callable[..., Any] | None = field(default=None, repr=False)
 
     @cached_property
-    def wide(self) -> Generated:
+    def float64_chain(self) -> RowwiseRegion:
         """The chain for a proof in float64."""
-        return Generated(self.plain, self.source, self.rounding, wide=True)
+        return RowwiseRegion(self.eager, self.source, self.rounding, float64=True)
 
     __name__ = "region"
 
     def __call__(self, *given: Any) -> Any:
-        """Compiled; as it stands where a mode changes arithmetic."""
+        """Run the compiled function; run it eagerly where a mode changes arithmetic."""
         if _watchers:
             _watchers[-1].append((self, given))
-        if self.backend == "rowwise" and _float64():
-            with plain_torch():
-                return self.wide(*given)
-        if _widened() or any(t.is_meta for t in given if isinstance(t, Tensor)):
-            return self.plain(*given)
-        if self.fast is None:
-            self.fast = self._made()
-        with plain_torch():  # nothing in it is drawn
-            return self.fast(*given)
+        if self.backend == "rowwise" and _is_float64_proof():
+            with without_function_modes():
+                return self.float64_chain(*given)
+        if _changes_arithmetic() or any(t.is_meta for t in given if isinstance(t, Tensor)):
+            return self.eager(*given)
+        if self.compiled is None:
+            self.compiled = self._made()
+        with without_function_modes():  # it draws nothing
+            return self.compiled(*given)
 
     def _made(self) -> Callable[..., Any]:
         if self.backend == "rowwise":
-            return Generated(self.plain, self.source, self.rounding)
-        fast: Callable[..., Any] = compiled(self.plain, self._counted, self.rounding)
+            return RowwiseRegion(self.eager, self.source, self.rounding)
+        fast: Callable[..., Any] = compile_region(self.eager, self._counted, self.rounding)
         return fast
 
     def _counted(self) -> None:
         self.graphs += 1
 
 
-_watchers: list[list[tuple[Region, tuple[Any, ...]]]] = []
+_watchers: list[list[tuple[FusedRegion, tuple[Any, ...]]]] = []
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
-    """The regions that are called inside, and what they are given."""
+def record_regions() -> Iterator[list[tuple[FusedRegion, tuple[Any, ...]]]]:
+    """Record, within the block, calls of regions and their arguments."""
     _watchers.append([])
     try:
         yield _watchers[-1]
@@ -317,37 +328,39 @@ def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
         _watchers.pop()
 
 
-def _widened() -> bool:
-    """Tell whether a mode is active that changes more than how masks are drawn."""
-    changing = [mode for mode in on_stack() if not mode.compiles]
+def _changes_arithmetic() -> bool:
+    """Return whether a mode is active that changes more than the draws of masks."""
+    changing = [mode for mode in modes_on_stack() if not mode.compiles]
     return any(not isinstance(m, LogicalDropout) for m in changing)
 
 
-def _float64() -> bool:
-    """Tell whether exactly the mode of proofs is active, with real numbers."""
-    found = [type(mode) for mode in on_stack() if not mode.compiles]
+def _is_float64_proof() -> bool:
+    """Return whether exactly the modes of a float64 proof are active."""
+    found = [type(mode) for mode in modes_on_stack() if not mode.compiles]
     return Float64 in found and set(found) <= {Float64, LogicalDropout}
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class RewrittenFlow:
     """The function that runs in place of a module's forward, and its regions."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
-    regions: tuple[Region, ...]
+    regions: tuple[FusedRegion, ...]
 
 
-def rewritten(graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: How) -> Rewritten:
-    """The flow with each match as one region; the graph is changed."""
-    made = [_taken_out(graph, match, root, how) for match in found]
+def rewrite_flow(
+    graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: RegionOptions
+) -> RewrittenFlow:
+    """Replace each match in the flow by one region; the graph is modified."""
+    made = [_extract_region(graph, match, root, how) for match in found]
     graph.lint()
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return Rewritten(_function(graph, "self"), names, tuple(made))
+    return RewrittenFlow(_function(graph, "self"), names, tuple(made))
 
 
 def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
-    """The graph as a function whose first argument is the module that it reads."""
+    """Return the graph as a function whose first argument is the module that it reads."""
     code = graph.python_code(owner)
     space = dict(code.globals)
     exec(code.src, space)
@@ -355,7 +368,9 @@ def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
     return made
 
 
-def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Region:
+def _extract_region(
+    graph: fx.Graph, match: Match, root: nn.Module, how: RegionOptions
+) -> FusedRegion:
     inside = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     outer: list[fx.Node] = []
@@ -367,8 +382,8 @@ def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Regi
         return copies[node]
 
     for node in match.nodes:
-        if name_of(node, root) == "dropout":
-            copies[node] = _masked(graph, node, match, root, inside, inner, outer)
+        if function_name(node, root) == "dropout":
+            copies[node] = _mask_product(graph, node, match, root, inside, inner, outer)
         else:
             copies[node] = inside.node_copy(node, inner)
             copies[node].meta.clear()
@@ -377,14 +392,14 @@ def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Regi
     region = region_of(inside, how)
     with graph.inserting_after(match.nodes[-1]):
         call = graph.call_function(region, tuple(outer))
-    _used_instead(graph, results, call)
+    _replace_uses(graph, results, call)
     for node in reversed(match.nodes):
         graph.erase_node(node)
     return region
 
 
-def _used_instead(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) -> None:
-    """Let users of the match's results use those of the region."""
+def _replace_uses(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) -> None:
+    """Replace uses of the match's results by those of the region's."""
     if len(results) == 1:
         results[0].replace_all_uses_with(call)
         return
@@ -393,7 +408,7 @@ def _used_instead(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) 
             node.replace_all_uses_with(graph.call_function(operator.getitem, (call, place)))
 
 
-def _masked(
+def _mask_product(
     graph: fx.Graph,
     node: fx.Node,
     match: Match,
@@ -402,29 +417,31 @@ def _masked(
     inner: Callable[[fx.Node], fx.Node],
     outer: list[fx.Node],
 ) -> fx.Node:
-    """Dropout in a region: a product with a mask that is drawn before it."""
-    told = operation(node, root)
-    assert told is not None
-    dropped = told[1]["input"]
+    """Return dropout in a region: a product with a mask that is drawn before the region."""
+    found = operation_of(node, root)
+    assert found is not None
+    dropped = found[1]["input"]
     given = inner(dropped)
     like: Any = dropped
     with graph.inserting_before(match.root):
-        if dropped in match.nodes:  # known inside the region only: its shape is worked out
+        if dropped in match.nodes:  # exists inside the region only: compute its shape
             shape = fx.Graph()
-            seen: dict[Any, Any] = {}
+            copied: dict[Any, Any] = {}
             fed = [n for n in inside.nodes if n.op == "placeholder"]
             for one in inside.nodes:
-                seen[one] = shape.node_copy(one, seen.__getitem__)
-            shape.output(seen[given])
-            like = graph.call_function(Shape(_function(shape, "self")), tuple(outer[: len(fed)]))
+                copied[one] = shape.node_copy(one, copied.__getitem__)
+            shape.output(copied[given])
+            like = graph.call_function(
+                OnesOfShape(_function(shape, "self")), tuple(outer[: len(fed)])
+            )
         else:
             like = graph.call_function(torch.ones_like, (dropped,))
         mask = graph.node_copy(node, lambda n: like if n is dropped else n)
     return inside.call_function(torch.mul, (given, inner(mask)))
 
 
-class Shape:
-    """Ones of the shape that a function of tensors gives, which is worked out without values."""
+class OnesOfShape:
+    """A function that returns ones of another function's output shape, computed without values."""
 
     __name__ = "ones"
 
@@ -433,7 +450,7 @@ class Shape:
         self.known: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
     def __call__(self, *given: Any) -> Tensor:
-        """The ones."""
+        """Return the ones."""
         first = next(t for t in given if isinstance(t, Tensor))
         key = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in given)
         if key not in self.known:
@@ -445,9 +462,9 @@ class Shape:
         return torch.ones(shape, dtype=dtype, device=first.device)
 
 
-def region_of(graph: fx.Graph, how: How) -> Region:
-    """The region of a graph of its own; equal ones are one."""
-    # placeholders may have been made between calls: torch wants them first
+def region_of(graph: fx.Graph, how: RegionOptions) -> FusedRegion:
+    """Return the region of a graph; equal graphs share one region."""
+    # placeholders may have been made between calls: torch requires them first
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for node in list(graph.nodes):
         if node.op == "placeholder" and first is not None:
@@ -461,5 +478,5 @@ def region_of(graph: fx.Graph, how: How) -> Region:
         def plain(*given: Any) -> Any:
             return whole(None, *given)
 
-        _regions[key] = Region(source, plain, how.rounding, how.backend)
+        _regions[key] = FusedRegion(source, plain, how.rounding, how.backend)
     return _regions[key]

@@ -1,6 +1,7 @@
 """Sums over all rows of a batch inside a model: found in a dry run, and made global over ranks.
 
-`Sums` finds them on the meta device; `gather_statistics` makes a forward sum over all parts.
+`BatchSumLattice` finds them on the meta device; `gather_statistics` makes a forward sum over all
+parts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.model import titled
+from schedlang.ir.model import quote_module
 from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
-from schedlang.runtime.comm.collectives import Group, summed
+from schedlang.runtime.comm.collectives import Group, sum_over_ranks
+from schedlang.runtime.forward import layer_of
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
-from schedlang.runtime.propagation.trace import Lattice, Running, Stack
-from schedlang.runtime.tracing.meta import model_line, name_of, tensors_in
+from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
+from schedlang.runtime.tracing.meta_runs import model_line, name_of, tensors_in
 
 # ---- Finds the sums over all rows of a batch from which a loss is made, except that of its labels.
 # One forward on the meta device, with a number of rows that divides no other size: a dim of rows is
@@ -72,7 +74,7 @@ class BatchSum:
 
 
 @dataclass(frozen=True)
-class Reaching:
+class LossSums:
     """The sums over rows in a loss, each with whether only linear calls follow it.
 
     `labels`: whether the loss has a mean over labels, too.
@@ -86,7 +88,7 @@ LABELS = "labels"  # the mean over labels, by which parts are weighted
 Mix = Mapping[Any, bool]  # sums in a tensor -> whether by linear calls alone
 
 
-class Sums(Lattice):
+class BatchSumLattice(Lattice):
     """The sums over all rows from which each tensor is made, in a forward with `rows` rows.
 
     `means`: ids of tensors that are means over labels although the model divides a sum by a count.
@@ -95,13 +97,13 @@ class Sums(Lattice):
     mark: str = "_schedlang_sums"
     nothing: Mix = MappingProxyType({})
 
-    def __init__(self, stack: Stack, rows: int, means: Container[int] = ()) -> None:
+    def __init__(self, stack: ModuleStack, rows: int, means: Container[int] = ()) -> None:
         self.stack, self.rows, self.means = stack, rows, means
         self.turns: dict[tuple[str, str], int] = {}
         self.inside = True  # in the model, not in a separate loss
         self._mixes: list[Mix] = []  # of the inputs of the running call
 
-    def beside(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def wrap_loss(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Wrap the loss: its own sums are not part of the model's forward."""
 
         def outside(output: Any, batch: Mapping[str, Any]) -> Any:
@@ -111,20 +113,20 @@ class Sums(Lattice):
 
         return outside if loss is not None else None
 
-    def reaching(self, loss: Tensor) -> Reaching:
+    def sums_of(self, loss: Tensor) -> LossSums:
         """Return the sums from which a loss is made."""
         found: Mix = self.of(loss)
         sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
-        return Reaching(sums, LABELS in found)
+        return LossSums(sums, LABELS in found)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
 
-    def before(self, call: Running) -> None:
+    def before_call(self, call: RunningCall) -> None:
         """Note the sums in the inputs of a call, because it may write into them."""
         self._mixes = [self.of(tensor) for tensor in call.inputs]
 
-    def after(self, call: Running) -> None:
+    def after_call(self, call: RunningCall) -> None:
         """Follow the sums through a call; find a new one where rows go in and none come out."""
         if not call.outputs:
             return
@@ -147,7 +149,7 @@ class Sums(Lattice):
         self.turns[at] = self.turns.get(at, -1) + 1
         return self.turns[at]
 
-    def _summed(self, call: Running, given: int) -> Mix:
+    def _summed(self, call: RunningCall, given: int) -> Mix:
         turn = self._count_call(call.name)
         if call.func in (F.cross_entropy, F.nll_loss):
             return {LABELS: True}
@@ -196,26 +198,26 @@ Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backwa
 
 
 @dataclass(frozen=True)
-class Statistics:
+class BatchStatistics:
     """The sums of one model that are taken over the full batch, and the group that shares it."""
 
     sums: tuple[BatchSum, ...]
     group: Group
 
 
-def over(group: Group) -> Total:
+def sum_over(group: Group) -> Total:
     """Return the sum over a group of ranks, of values that vary with their rows."""
-    return partial(summed, group=group)
+    return partial(sum_over_ranks, group=group)
 
 
-class Meeting:
+class ThreadSum:
     """A sum over threads of one process, which must call in the same order."""
 
     def __init__(self, parts: int) -> None:
         self.barrier = threading.Barrier(parts, timeout=600)  # seconds
         self.held: list[Tensor | None] = [None] * parts
 
-    def at(self, place: int) -> Total:
+    def sum_at(self, place: int) -> Total:
         """Return the sum function of the thread at a place."""
 
         def total(x: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ class Meeting:
 
 class _ThreadSumFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Meeting, place: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, meeting: ThreadSum, place: int) -> Tensor:
         ctx.meeting, ctx.place = meeting, place
         return meeting.sum(x, place)
 
@@ -257,21 +259,46 @@ class _GlobalSumForward:
         self.inner, self.total = model.forward, total
         self.places = {(one.fqn, one.name, one.turn): one for one in sums}
         self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+        above = {fqn[:end] for fqn in self.modules for end, c in enumerate(fqn) if c == "."}
+        self.around = [model.get_submodule(fqn) for fqn in sorted({"", *above, *self.modules})]
+        floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+        self.dtype = next(floats, torch.get_default_dtype())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around:
+            _run_eagerly(self.around)
+            self.around = []
         known = {id(module): fqn for fqn, module in self.modules.items()}
-        with _GlobalSumMode(self.places, known, self.total):
+        with _GlobalSumMode(self.places, known, self.total, self.dtype):
             return self.inner(*args, **kwargs)
+
+
+def _run_eagerly(modules: Sequence[nn.Module]) -> None:
+    """Run modules with global sums eagerly: no compiled graph contains these sums."""
+    from schedlang.runtime.fusion.fuse import FusedForward, FusedRegions
+
+    for module in modules:
+        layer = layer_of(module, "fuse")
+        if isinstance(layer, FusedForward | FusedRegions):
+            layer.eager = "it sums over the rows of all ranks"
 
 
 class _GlobalSumMode(TorchFunctionMode):
     """A mode for one forward: counts the calls of modules, and makes the recorded sums global."""
 
+    outside = True  # of compiled regions: it has nothing to do in them
+
     def __init__(
-        self, places: dict[tuple[str, str, int], BatchSum], known: dict[int, str], total: Total
+        self,
+        places: dict[tuple[str, str, int], BatchSum],
+        known: dict[int, str],
+        total: Total,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.places, self.known, self.total = places, known, total
+        # of shares of counts: float64 beside parameters in float64
+        self.dtype = torch.promote_types(torch.get_default_dtype(), dtype)
         self.turns: dict[tuple[str, str], int] = {}
 
     def __torch_function__(
@@ -285,7 +312,7 @@ class _GlobalSumMode(TorchFunctionMode):
         out = func(*args, **kwargs)
         if stays:
             setattr(out, FRACTION, part)
-        fqn = self.known.get(scope.innermost())
+        fqn = self.known.get(scope.innermost_module())
         if fqn is None or not (name in SUMS or name in MEANS):
             return out
         at = fqn, name
@@ -309,7 +336,7 @@ class _GlobalSumMode(TorchFunctionMode):
         total = self.total(message)
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
-        found = found.to(torch.get_default_dtype() if counts else own.dtype)
+        found = found.to(self.dtype if counts else own.dtype)
         found = own.copy_(found) if one.name.endswith("_") else found
         if not one.mean:
             setattr(found, FRACTION, (count / total[-1]).to(found.dtype))
@@ -321,7 +348,7 @@ class _GlobalSumMode(TorchFunctionMode):
 
 FRACTION = "_schedlang_fraction"  # attribute of a tensor: its fraction of a sum over all parts
 BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clip"}
-KEPT = {
+PRESERVING = {
     *("to", "float", "double", "type", "view", "reshape", "squeeze", "unsqueeze", "clone", "sum"),
     *("contiguous", "neg", "__neg__", "__getitem__", "flatten", "expand", "detach"),
 }
@@ -350,14 +377,15 @@ def _keeps_fraction(name: str, args: tuple[Any, ...]) -> bool:
     if name in TIMES:  # a constant, or 1 / rows?  An integer is no such quotient
         return all(isinstance(one, int) for one in others)
     shares = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
-    return name in KEPT or name in BOUNDS or name in ADDS and shares
+    return name in PRESERVING or name in BOUNDS or name in ADDS and shares
 
 
 def _changed_forward(one: BatchSum) -> Diagnostic:
     """Return the diagnostic for a forward that differs from the recorded one."""
     return Diagnostic(
         "S669",
-        f"`{one.name}` in the forward of {titled(one.fqn)} is not the sum that was recorded there",
+        f"`{one.name}` in the forward of {quote_module(one.fqn)} is not the sum that was"
+        " recorded there",
         notes=("statistics are summed over ranks at the calls recorded at build",),
         helps=(
             "let the model make the same calls for every batch",
@@ -370,7 +398,7 @@ def _changed_forward(one: BatchSum) -> Diagnostic:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledLoss:
     """The model's loss, or `loss(output, batch)`, times `factor`; None without a loss."""
 
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None

@@ -11,34 +11,36 @@ from torch import Tensor, nn
 
 from schedlang.ir.annotations import Codec
 from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
-from schedlang.runtime.device import seeded, sent
+from schedlang.runtime.device import seeded_generator, send_to_device
 from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
 # ---- Codecs of gradients: a low-rank product, 8 bits, 1 bit.
 # Vogels et al., PowerSGD (2019); Dettmers, 8-bit approximations (2016), with stochastic rounding
 # as Alistarh et al., QSGD (2017); Seide et al., 1-bit SGD (2014).
 
 
-def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True) -> Tensor:
+def random_numbers(
+    shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True
+) -> Tensor:
     """Return random numbers that depend on `words` alone, so they are equal on all ranks."""
-    generator = seeded(*words)
+    generator = seeded_generator(*words)
     draw = torch.randn if normal else torch.rand
     with torch._C.DisableTorchFunction():
         found = draw(shape, generator=generator, dtype=torch.float64)
-    return sent(found.to(like.dtype), like.device)
+    return send_to_device(found.to(like.dtype), like.device)
 
 
 # -- low rank ------------------------------------------------------------------------------------
 
 
-def started(q: Tensor, *words: object) -> Tensor:
+def fill_zero_columns(q: Tensor, *words: object) -> Tensor:
     """Return the start of a power iteration: columns of zeros are replaced by random ones."""
-    fresh = drawn(tuple(q.shape), q, *words)
+    fresh = random_numbers(tuple(q.shape), q, *words)
     return torch.where((q != 0).any(0), q, fresh)
 
 
-def orthogonal(p: Tensor) -> Tensor:
+def orthogonalize(p: Tensor) -> Tensor:
     """Return orthonormal columns by Gram-Schmidt, twice; a dependent column becomes zero.
 
     Otherwise its remainder, which is rounding, would be scaled to length one.
@@ -60,7 +62,7 @@ def orthogonal(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedTensor:
     """A tensor in few bits: codes, and the scales of each block of elements."""
 
     codes: Tensor
@@ -75,22 +77,22 @@ def _blocks(flat: Tensor, block: int) -> Tensor:
     return filled.view(count, block)
 
 
-def to_int8(flat: Tensor, block: int, draw: Tensor) -> Coded:
+def to_int8(flat: Tensor, block: int, draw: Tensor) -> EncodedTensor:
     """Encode as integers from -127 to 127 per block, with stochastic rounding by `draw`."""
     rows = _blocks(flat, block)
     scales = rows.abs().amax(1) / 127 if rows.numel() else flat.new_zeros(0)
     steps = rows / torch.where(scales > 0, scales, 1.0)[:, None]
     codes = (steps + _blocks(draw, block)).floor().clamp(-127, 127).to(torch.int8)
-    return Coded(codes.view(-1), scales)
+    return EncodedTensor(codes.view(-1), scales)
 
 
-def from_int8(coded: Coded, count: int, block: int) -> Tensor:
+def from_int8(coded: EncodedTensor, count: int, block: int) -> Tensor:
     """Return the decoded numbers."""
     rows = coded.codes.view(-1, block).to(coded.scales.dtype) * coded.scales[:, None]
     return rows.view(-1)[:count]
 
 
-def to_bits(flat: Tensor, block: int) -> Coded:
+def to_bits(flat: Tensor, block: int) -> EncodedTensor:
     """Encode as one bit per element, with the means of both sides of zero per block.
 
     An element that is zero within rounding counts as above zero, so that rounding decides nothing.
@@ -103,10 +105,10 @@ def to_bits(flat: Tensor, block: int) -> Coded:
     means = [_mean(rows, above & there), _mean(rows, ~above & there)]
     weights = 2 ** torch.arange(8, device=flat.device)
     codes = (above.view(-1, 8) * weights).sum(1).to(torch.uint8)
-    return Coded(codes, torch.stack(means, 1).view(-1))
+    return EncodedTensor(codes, torch.stack(means, 1).view(-1))
 
 
-def from_bits(coded: Coded, count: int, block: int) -> Tensor:
+def from_bits(coded: EncodedTensor, count: int, block: int) -> Tensor:
     """Return the mean of its side for each element."""
     shifts = torch.arange(8, device=coded.codes.device)
     above = (coded.codes[:, None].to(torch.int64) >> shifts) & 1
@@ -126,7 +128,7 @@ def _mean(rows: Tensor, there: Tensor) -> Tensor:
 
 
 @dataclass
-class Memory:
+class CompressionState:
     """The error and the start of the power iteration of one parameter, from step to step."""
 
     error: Tensor | None = None
@@ -144,14 +146,14 @@ class Compressor:
     group: Group
     names: tuple[str, ...]
     clean: Callable[[str, Tensor], Tensor] = lambda name, part: part
-    memories: dict[str, Memory] = field(default_factory=dict)
+    memories: dict[str, CompressionState] = field(default_factory=dict)
     step: int = 0
 
     def sum(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum over the group; one that no rank has stays None."""
         held = [name for name in self.names if name in parameters]
         here = [local_gradient(parameters[n]) is not None for n in held]
-        flags = sent(torch.tensor(here, dtype=torch.float64), self.group.device)
+        flags = send_to_device(torch.tensor(here, dtype=torch.float64), self.group.device)
         counts = all_reduce(flags, self.group)
         # a rank that has all gradients need not wait for the counts
         there = here if all(here) else counts.tolist()
@@ -160,13 +162,15 @@ class Compressor:
         for name, count in zip(held, there):
             if count:
                 grad = local_gradient(parameters[name])
-                found[name] = torch.zeros_like(local(parameters[name])) if grad is None else grad
+                found[name] = (
+                    torch.zeros_like(local_tensor(parameters[name])) if grad is None else grad
+                )
         sums = self._sums(found, step)
         for name, value in sums.items():
             replace_gradient(parameters[name], value)
 
     def _sums(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        small = {n: part for n, part in parts.items() if not self.codec.smaller(part.shape)}
+        small = {n: part for n, part in parts.items() if not self.codec.compresses(part.shape)}
         large = {n: self._with_error(n, part) for n, part in parts.items() if n not in small}
         out = dict(zip(small, self._sum_all(list(small.values()))))
         run = self._low_rank if self.codec.kind == "powersgd" else self._sum_codes
@@ -179,7 +183,7 @@ class Compressor:
         return {name: out[name].view_as(parts[name]) for name in parts}
 
     def _with_error(self, name: str, part: Tensor) -> Tensor:
-        memory = self.memories.setdefault(name, Memory())
+        memory = self.memories.setdefault(name, CompressionState())
         matrix = part.reshape(part.shape[0], -1)
         return matrix if memory.error is None else matrix + memory.error
 
@@ -199,7 +203,7 @@ class Compressor:
         """Run one step of a power iteration, from the result of the last one."""
         starts = {n: self._start(n, part, step) for n, part in parts.items()}
         firsts = self._sum_all([part @ starts[n] for n, part in parts.items()])
-        ps = {n: orthogonal(p) for n, p in zip(parts, firsts)}
+        ps = {n: orthogonalize(p) for n, p in zip(parts, firsts)}
         own = {n: part.T @ ps[n] for n, part in parts.items()}
         qs = dict(zip(parts, self._sum_all(list(own.values()))))
         for name, part in parts.items():
@@ -210,15 +214,15 @@ class Compressor:
     def _start(self, name: str, part: Tensor, step: int) -> Tensor:
         q = self.memories[name].q
         q = part.new_zeros(part.shape[1], self.codec.rank) if q is None else q
-        return started(q, name, step)
+        return fill_zero_columns(q, name, step)
 
     def _sum_codes(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Gather the codes of every rank, and add the decoded values in the order of ranks."""
-        mine: dict[str, Coded] = {}
+        mine: dict[str, EncodedTensor] = {}
         for name, part in parts.items():
-            mine[name] = encoded(self.codec, part, name, step, self.group.rank)
+            mine[name] = encode(self.codec, part, name, step, self.group.rank)
             self._store_error(
-                name, part - decoded(self.codec, mine[name], part.numel()).view_as(part)
+                name, part - decode(self.codec, mine[name], part.numel()).view_as(part)
             )
         if not parts:
             return {}
@@ -226,8 +230,8 @@ class Compressor:
         scales = self._gather([one.scales for one in mine.values()])
         out = {}
         for place, (name, part) in enumerate(parts.items()):
-            read = (Coded(c[place], s[place]) for c, s in zip(codes, scales))
-            numbers = [decoded(self.codec, one, part.numel()) for one in read]
+            read = (EncodedTensor(c[place], s[place]) for c, s in zip(codes, scales))
+            numbers = [decode(self.codec, one, part.numel()) for one in read]
             out[name] = torch.stack(numbers).sum(0).view_as(part)
         return out
 
@@ -252,7 +256,7 @@ def message_bytes(
     for shape, item in shapes:
         size, rows = math.prod(shape), shape[0] if shape else 1
         blocks = -(-size // codec.block)
-        if not codec.smaller(shape):
+        if not codec.compresses(shape):
             more("small", size * item)
         elif codec.kind == "powersgd":
             more("p", codec.rank * rows * item)
@@ -264,16 +268,18 @@ def message_bytes(
     return found
 
 
-def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Coded:
+def encode(codec: Codec, part: Tensor, name: str, step: int, place: int) -> EncodedTensor:
     """Encode a part of a gradient; draws depend on parameter, step and rank."""
     flat = part.reshape(-1)
     if codec.kind == "onebit":
         return to_bits(flat, codec.block)
-    draw = drawn((flat.numel(),), flat, name, step, place, normal=False)
+    draw = random_numbers((flat.numel(),), flat, name, step, place, normal=False)
     return to_int8(flat, codec.block, draw)
 
 
-def decoded(codec: Codec, coded: Coded, count: int) -> Tensor:
+def decode(codec: Codec, coded: EncodedTensor, count: int) -> Tensor:
     """Return the decoded numbers."""
-    read: Callable[[Coded, int, int], Tensor] = from_bits if codec.kind == "onebit" else from_int8
+    read: Callable[[EncodedTensor, int, int], Tensor] = (
+        from_bits if codec.kind == "onebit" else from_int8
+    )
     return read(coded, count, codec.block)

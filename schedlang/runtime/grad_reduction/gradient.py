@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
-from schedlang.runtime.device import HOST, on_accelerator, on_host, sent
+from schedlang.runtime.device import HOST, on_accelerator, on_host, send_to_device
 from schedlang.runtime.storage.offloaded_gradients import (
     OFFLOADED,
+    as_dtensor_like,
     drop_gradients,
     gradient_device,
     gradient_of,
     gradients_of,
-    local,
+    local_tensor,
     offloads_gradient,
-    placed_like,
     set_gradient,
 )
 from schedlang.runtime.storage.tiers import DEVICE, tier_of
@@ -40,7 +40,7 @@ BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 
 
 @dataclass(frozen=True)
-class Sum:
+class GradientReduction:
     """One reduction: the gradients of these parameters are partial over this group.
 
     bucket  bytes per bucket, at most, if not the default; a larger gradient has a bucket of its own
@@ -52,7 +52,7 @@ class Sum:
     bucket: int | None = None
 
 
-class Flat:
+class FlatGradients:
     """The gradients of some parameters in one tensor, followed by the number of ranks that had
     each.
 
@@ -82,26 +82,26 @@ class Flat:
             self.views = [part.data.view(parameter.shape) for part, parameter in both]
         return self._flat
 
-    def begin(self) -> None:
+    def zero(self) -> None:
         """Zero all gradients for a step; autograd adds to them."""
         with torch._C.DisableTorchFunction():
             self._flat_tensor().zero_()
             for parameter, view in zip(self.parameters, self.views):
                 parameter.grad = view
-            self._before = self.written()
+            self._before = self.write_counts()
             self._unsettled = True
 
-    def written(self) -> list[int]:
+    def write_counts(self) -> list[int]:
         """Return the number of writes into each gradient."""
         return [view._version for view in self.views]
 
-    def in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Return whether all gradients are views of this tensor: none was replaced."""
         return bool(self.views) and all(
             [p.grad is view for p, view in zip(self.parameters, self.views)]
         )
 
-    def settle(self) -> None:
+    def drop_unwritten(self) -> None:
         """Set `.grad` to None where backward made no gradient."""
         if not self._unsettled:
             return
@@ -111,9 +111,9 @@ class Flat:
                 if view._version == before and parameter.grad is view:
                     parameter.grad = None
 
-    def start(self) -> Tensor:
+    def collect(self) -> Tensor:
         """Return the flat tensor to reduce, with gradients from wherever they are, and flags."""
-        self.settle()
+        self.drop_unwritten()
         with torch._C.DisableTorchFunction():
             flat, here = self._flat_tensor(), []
             for parameter, view in zip(self.parameters, self.views):
@@ -150,23 +150,23 @@ class LocalParameters(dict[str, nn.Parameter]):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(parameters)
-        self.flats: list[Flat] = []
-        self._flat: dict[int, Flat] = {}  # by id of a parameter
+        self.flats: list[FlatGradients] = []
+        self._flat: dict[int, FlatGradients] = {}  # by id of a parameter
         self._loose: list[nn.Parameter] | None = None
-        self._buckets: dict[object, list[Flat | list[nn.Parameter]]] = {}
+        self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
         self.guarded = False  # the module was handed out: see `own_loop`
 
-    def flatten(self, sums: Sequence[Sum]) -> None:
+    def flatten(self, sums: Sequence[GradientReduction]) -> None:
         """Make gradients that are reduced together views of one tensor, replicas first.
 
         Each gradient is in one tensor; a gradient that is reduced again over another group, is off
         the device or moves off, or is a DTensor, is copied into a bucket for its reduction.
         """
         for one in sorted(sums, key=lambda one: one.kind != "replicas"):
-            for members in in_buckets([self[n] for n in one.names], one.bucket):
+            for members in bucket_parameters([self[n] for n in one.names], one.bucket):
                 if all(map(self._can_flatten, members)):
-                    flat = Flat(members)
+                    flat = FlatGradients(members)
                     self.flats.append(flat)
                     self._flat.update(dict.fromkeys(map(id, members), flat))
         self._loose = None
@@ -179,7 +179,9 @@ class LocalParameters(dict[str, nn.Parameter]):
             not offloaded and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
         )
 
-    def buckets(self, names: tuple[str, ...], most: int | None) -> list[Flat | list[nn.Parameter]]:
+    def buckets(
+        self, names: tuple[str, ...], most: int | None
+    ) -> list[FlatGradients | list[nn.Parameter]]:
         """Return the buckets in which gradients are reduced, each of at most `most` bytes.
 
         The members of a bucket follow from the names alone: all ranks of the group have the same.
@@ -187,11 +189,11 @@ class LocalParameters(dict[str, nn.Parameter]):
         """
         key = names, most
         if key not in self._buckets:
-            found = in_buckets([self[name] for name in names], most)
+            found = bucket_parameters([self[name] for name in names], most)
             self._buckets[key] = [self._flat_of(members) or members for members in found]
         return self._buckets[key]
 
-    def _flat_of(self, members: list[nn.Parameter]) -> Flat | None:
+    def _flat_of(self, members: list[nn.Parameter]) -> FlatGradients | None:
         """Return the flat tensor of exactly these parameters, in order, if there is one."""
         flat = self._flat.get(id(members[0]))
         same = flat is not None and list(map(id, flat.parameters)) == list(map(id, members))
@@ -200,33 +202,35 @@ class LocalParameters(dict[str, nn.Parameter]):
     def zero(self) -> None:
         """Drop all gradients, at the begin of a step."""
         for flat in self.flats:
-            flat.begin()
+            flat.zero()
         if self._loose is None:
             self._loose = [p for p in self.values() if id(p) not in self._flat]
         drop_gradients(self._loose)
 
-    def settle(self) -> None:
+    def drop_unwritten(self) -> None:
         """Set `.grad` to None where backward made no gradient."""
         for flat in self.flats:
-            flat.settle()
+            flat.drop_unwritten()
 
 
-def held_of(parameters: Mapping[str, nn.Parameter]) -> LocalParameters:
+def as_local_parameters(parameters: Mapping[str, nn.Parameter]) -> LocalParameters:
     """Return the parameters as LocalParameters."""
     return parameters if isinstance(parameters, LocalParameters) else LocalParameters(parameters)
 
 
-def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
+def bucket_parameters(
+    parameters: Sequence[nn.Parameter], most: int | None
+) -> list[list[nn.Parameter]]:
     """Return runs of parameters whose gradients are reduced together: of one kind, in bytes
     limited."""
     sizes = [
         (part.numel() * part.element_size(), (part.dtype, gradient_device(p)))
-        for p, part in ((p, local(p)) for p in parameters)
+        for p, part in ((p, local_tensor(p)) for p in parameters)
     ]
-    return [[parameters[k] for k in bucket] for bucket in buckets(sizes, most)]
+    return [[parameters[k] for k in bucket] for bucket in bucket_indices(sizes, most)]
 
 
-def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
+def bucket_indices(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
     """Return runs of indices of tensors of one kind that are reduced together, from bytes and
     kinds."""
     limit = BUCKET_BYTES if most is None else most
@@ -244,7 +248,7 @@ def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> lis
 # ---- Reductions.
 
 
-Started = tuple["Flat | Bucket", Any]  # a reduction that has begun, and its handle
+StartedSum = tuple["FlatGradients | Bucket", Any]  # a reduction that has begun, and its handle
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -262,34 +266,38 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> None:
+def sum_gradients(
+    parameters: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+) -> None:
     """All-reduce each gradient over its group, bucket by bucket, in order of the sums.
 
     A parameter that got no gradient on any rank of the group keeps none.
     """
-    held = held_of(parameters)
-    held.settle()
+    held = as_local_parameters(parameters)
+    held.drop_unwritten()
     for one in sums:
-        for bucket, work in begin(held, [one]):
+        for bucket, work in begin_sums(held, [one]):
             if work is not None:
                 work.wait()
             bucket.unpack()
 
 
-def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[Started]:
+def begin_sums(
+    parameters: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+) -> list[StartedSum]:
     """Start reductions: return each bucket with the work to wait for before it is unpacked."""
-    held = held_of(parameters)
+    held = as_local_parameters(parameters)
     return [
-        begin_one(one.group, members)
+        begin_bucket(one.group, members)
         for one in sums
         for members in held.buckets(one.names, one.bucket)
     ]
 
 
-def begin_one(group: Group, members: Flat | Sequence[nn.Parameter]) -> Started:
+def begin_bucket(group: Group, members: FlatGradients | Sequence[nn.Parameter]) -> StartedSum:
     """Start the reduction of one bucket, flat or copied together."""
-    if isinstance(members, Flat):
-        flat = members.start()
+    if isinstance(members, FlatGradients):
+        flat = members.collect()
         count("all-reduce", group, flat)
         return members, world.all_reduce(flat, group.pg, wait=False)
     bucket = Bucket(members, group.device)
@@ -307,7 +315,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
         self.parameters = parameters
-        self.locals = [local(parameter) for parameter in parameters]
+        self.locals = [local_tensor(parameter) for parameter in parameters]
         grads = [local_gradient(parameter) for parameter in parameters]
         self.all_here = all(g is not None for g in grads)
         home = gradient_device(parameters[0])
@@ -322,7 +330,7 @@ class Bucket:
                 there[place] = 0
         self.flat = torch.cat([*parts, there])
         if on_accelerator(device):
-            self.flat = sent(self.flat, device) if on_host(self.flat) else self.flat
+            self.flat = send_to_device(self.flat, device) if on_host(self.flat) else self.flat
 
     def unpack(self) -> None:
         """Copy the reduced gradients back to the parameters.
@@ -346,7 +354,7 @@ def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     if current is not None:
         current.copy_(value)
     elif isinstance(parameter, DTensor) and not offloads_gradient(parameter):
-        parameter.grad = placed_like(value.clone(), parameter)
+        parameter.grad = as_dtensor_like(value.clone(), parameter)
     else:
         set_gradient(parameter, value.clone())
 
@@ -377,7 +385,7 @@ def square_sum(
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Tensor:
+def norm_on_one_rank(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Tensor:
     """Return the gradient norm of a world of one rank, and clip the gradients to `clip`.
 
     By torch's own functions, so that a plain loop gives the same bits.
@@ -389,7 +397,9 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
     else:  # torch would copy norms to the first device one by one
         there = next(filter(on_accelerator, kinds), kinds[0])
         by_device = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
-        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in by_device])
+        norm = nn.utils.get_total_norm(
+            [send_to_device(n, there) if on_host(n) else n for n in by_device]
+        )
     if clip is not None and (on_accelerator(norm) or float(norm) > clip):
         for kind in kinds:
             held: Any = [SimpleNamespace(grad=g) for g in grads if g.device == kind]

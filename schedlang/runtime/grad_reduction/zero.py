@@ -1,6 +1,7 @@
 """ZeRO: data-parallel parameters, gradients and optimizer state, sharded by torch's fully_shard.
 
-`Sliced` holds the fully_shard units of one stage; `join` connects the stages of a rank.
+`ShardedStage` holds the fully_shard units of one stage; `join_stages` connects the stages of a
+rank.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from torch.distributed.fsdp import (
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
-from schedlang.ir.pytree import register
+from schedlang.ir.pytree import record_outputs
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
-    around_backward,
-    end_gather,
+    end_unused_gather,
     gather_for_views,
     groups_of,
-    keep_inputs,
-    name_in,
-    offloaded,
+    keep_containers,
+    offloaded_gradients,
+    parameter_name,
+    wrap_post_backward,
 )
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import has_streams, sent
+from schedlang.runtime.device import has_streams, send_to_device
 from schedlang.runtime.mixed_precision import DTYPES
 from schedlang.runtime.storage.offloaded_gradients import accumulate_offloaded, offloads_gradient
 from schedlang.runtime.storage.tiers import CPU, DEVICE
@@ -55,28 +56,28 @@ _PRIME = 2**31 - 1  # the largest prime in 32 bits
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardedUnit:
     """The settings of one fully_shard unit.
 
-    `root`: the root of its stage; `waits`: parts of the module compute after its forward, so it
-    stays gathered; `tier`: the tier of its shards; `low`: the dtype in which it is gathered (None:
-    as stored; gradients are always reduced as stored).
+    `root`: the root of its stage; `stays_gathered`: parts of the module compute after its forward,
+    so it stays gathered; `tier`: the tier of its shards; `gather_dtype`: the dtype in which it is
+    gathered (None: as stored; gradients are always reduced as stored).
     """
 
     root: bool = False
-    waits: bool = False
+    stays_gathered: bool = False
     tier: str = DEVICE
-    low: str | None = None
+    gather_dtype: str | None = None
     overwrites: bool = False
 
 
-class Sliced:
+class ShardedStage:
     """The units of one stage whose parameters are sharded over data-parallel ranks.
 
     Stage 1 of ZeRO reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees
     gathered parameters after each forward and backward. Rows of a timeline may hold them gathered
-    for a run of operations of the stage (`unshard`, `reshard`): gradients are then reduced once a
-    run.
+    for a run of operations of the stage (`unshard`, `reshard_all`): gradients are then reduced
+    once a run.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Sliced:
             None  # while a run holds the parameters gathered
         )
 
-    def add(
-        self, module: nn.Module, mesh: DeviceMesh, unit: Unit, met: Collection[nn.Parameter]
+    def add_unit(
+        self, module: nn.Module, mesh: DeviceMesh, unit: ShardedUnit, met: Collection[nn.Parameter]
     ) -> None:
         """Shard over a mesh the parameters of a module that no earlier unit holds.
 
@@ -116,16 +117,18 @@ class Sliced:
         because shards replace these parameters.
 
         The parameters of the root stay gathered after its forward, because the backward begins
-        there. So do those of a unit that `waits`. Shards of another tier than the device's are
-        gathered from the host.
+        there. So do those of a unit that `stays_gathered`. Shards of another tier than the
+        device's are gathered from the host.
         """
         pinned = unit.tier == CPU and has_streams(torch.device(mesh.device_type))
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
         places = {n for n, p in module.named_parameters() if p in met}
         low = (
             MixedPrecisionPolicy()
-            if unit.low is None
-            else MixedPrecisionPolicy(DTYPES[unit.low], torch.float32, cast_forward_inputs=False)
+            if unit.gather_dtype is None
+            else MixedPrecisionPolicy(
+                DTYPES[unit.gather_dtype], torch.float32, cast_forward_inputs=False
+            )
         )
         fully_shard(
             module,
@@ -133,18 +136,18 @@ class Sliced:
             ignored_params=self.ignored,
             offload_policy=policy,
             mp_policy=low,
-            reshard_after_forward=self.between and not (unit.root or unit.waits),
+            reshard_after_forward=self.between and not (unit.root or unit.stays_gathered),
         )
         assert isinstance(module, FSDPModule)
-        register(module)  # fully_shard has changed its class
-        keep_inputs(module, unit.overwrites)
+        record_outputs(module)  # fully_shard has changed its class
+        keep_containers(module, unit.overwrites)
         gather_for_views(module)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: gloo lacks the operator for a factor, even of one
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
-        if unit.waits:
+        if unit.stays_gathered:
             self.waiting.add(module)
         if self.asked:
             module.register_forward_pre_hook(self._counter(len(self.units) - 1))
@@ -165,7 +168,7 @@ class Sliced:
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
 
-    def through(self, forward: Callable[[], T]) -> T:
+    def run_forward(self, forward: Callable[[], T]) -> T:
         """Run a forward of this stage; for torch it is the forward of a root of its units."""
         assert self._root is not None
         self._set_up()
@@ -178,11 +181,11 @@ class Sliced:
         while self._new_roots:
             self._new_roots.pop()(lambda: None)
 
-    def settle(self) -> None:
+    def end_prefetch(self) -> None:
         """Drop prefetched gathers of units that did not run."""
         self._stepping = False
         for unit in self.units if self.ahead else ():
-            end_gather(unit)
+            end_unused_gather(unit)
 
     def _zero_missing(self, unit: FSDPModule, places: set[str]) -> None:
         """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
@@ -191,14 +194,14 @@ class Sliced:
         setting for that would also give a gradient to parameters that no rank uses.
         """
         for group in groups_of(unit):
-            met = {one for one in group.fsdp_params if name_in(unit, one) in places}
-            around_backward(group, partial(self._zeroing_backward, group, met))
+            met = {one for one in group.fsdp_params if parameter_name(unit, one) in places}
+            wrap_post_backward(group, partial(self._zeroing_backward, group, met))
 
     def _zeroing_backward(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
             if not self._stepping and self.mesh.size() > 1:
                 name = str(group.fsdp_params[0]._param_fqn)
-                raise backward_of_ones_own(name).at(python_span())
+                raise own_backward(name).at(python_span())
             for held in group.fsdp_params if group.reduce_grads else ():
                 if not hasattr(held, "_unsharded_param"):
                     continue
@@ -208,7 +211,7 @@ class Sliced:
                 elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
-            for sharded, event in offloaded(group, offloads_gradient):
+            for sharded, event in offloaded_gradients(group, offloads_gradient):
                 accumulate_offloaded(sharded, event)
 
         return post_backward
@@ -221,7 +224,7 @@ class Sliced:
         if self.asked and self.units:
             counted = [*self.calls, *(-count for count in self.calls)]
             device = torch.device(self.mesh.device_type)
-            flags = sent(torch.tensor(counted, dtype=torch.int32), device)
+            flags = send_to_device(torch.tensor(counted, dtype=torch.int32), device)
             world.all_reduce(flags, self.mesh.get_group(), largest=True)
             self.calls, self._turn = [0] * len(self.calls), 0
             _check_calls(flags.tolist())
@@ -276,7 +279,7 @@ class _Root(nn.Module):
         run()
 
 
-def join(stages: Sequence[Sliced]) -> None:
+def join_stages(stages: Sequence[ShardedStage]) -> None:
     """Give the units of each stage of this rank a root, and all stages the same streams.
 
     Without a root each unit is a root: it is gathered after all earlier ones are computed, and the
@@ -295,8 +298,8 @@ def join(stages: Sequence[Sliced]) -> None:
     share_comm_ctx(fresh)
 
 
-def used_anywhere(
-    sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
+def gradient_flags(
+    sliced: Mapping[int, ShardedStage], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
 ) -> list[float]:
     """Return 1 for each sharded parameter (by name) with a gradient on this rank, else 0.
 
@@ -311,14 +314,14 @@ def used_anywhere(
     return [float(parameters.get(n) in used) for n in names]
 
 
-def packed(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float]:
+def pack_flags(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float]:
     """Pack flags into few numbers whose sums over the ranks of a world are exact."""
     bits, each = _fields(world, dtype)
     some = [flags[k : k + each] for k in range(0, len(flags), each)]
     return [float(sum(int(one) << bits * k for k, one in enumerate(part))) for part in some]
 
 
-def unpacked(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
+def unpack_counts(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
     """Return for each of `count` flags how many ranks had a one, from sums of packed flags."""
     bits, each = _fields(world, dtype)
     last = (1 << bits) - 1
@@ -332,7 +335,7 @@ def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
     return world.bit_length(), digits // world.bit_length()
 
 
-def backward_of_ones_own(name: str) -> Refusal:
+def own_backward(name: str) -> Refusal:
     """Return the refusal of a backward outside of a step: nothing would reduce this gradient."""
     return Refusal.of(
         "S617",
@@ -364,15 +367,15 @@ def _check_calls(counts: Sequence[int]) -> None:
         )
 
 
-def reshard(sliced: Mapping[int, Sliced]) -> None:
+def reshard_all(sliced: Mapping[int, ShardedStage]) -> None:
     """Free gathered parameters, so that the next forward gathers the present shards."""
     for one in sliced.values():
-        one.settle()
+        one.end_prefetch()
         for unit in one.units:
             unit.reshard()
 
 
-def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
+def gather_handlers(sliced: Mapping[int, ShardedStage]) -> Mapping[Kind, Handler]:
     """Return the handlers of rows that hold stages gathered.
 
     REDUCE does nothing: fully_shard has reduced in the backward before it.
@@ -387,8 +390,8 @@ def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
 # ---- The factors of fully_shard's reductions in a built program.
 
 
-def reduced(
-    sliced: Sliced, parameters: Mapping[str, nn.Parameter]
+def reduction_factors(
+    sliced: ShardedStage, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[frozenset[str], float]]:
     """Yield the names of each unit's parameters, and the number by which their sum is divided."""
     names = {id(parameter): name for name, parameter in parameters.items()}

@@ -10,25 +10,25 @@ from typing import Protocol
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
-from schedlang.runtime.initial.recorded import record_of
-from schedlang.runtime.initial.weights import Room, files_of
+from schedlang.runtime.checkpointing.checkpoint_folders import is_checkpoint, is_dcp_checkpoint
+from schedlang.runtime.initial.recorded_init import record_of
+from schedlang.runtime.initial.weight_files import TargetPart, files_of
 
 
 class Source(Protocol):
     """Gives parts of tensors their values."""
 
-    def fill(self, rooms: Sequence[Room]) -> None:
+    def fill(self, rooms: Sequence[TargetPart]) -> None:
         """Write all parts in place; raise Refusal if a value is not available."""
 
     def digest(self) -> str:
         """Return a text that is equal on ranks that will have the same values."""
 
 
-class Later:
+class CheckpointSource:
     """A checkpoint, which is loaded into the program after it is built."""
 
-    def fill(self, rooms: Sequence[Room]) -> None:
+    def fill(self, rooms: Sequence[TargetPart]) -> None:
         """Leave the parts unchanged."""
 
     def digest(self) -> str:
@@ -39,8 +39,8 @@ class Later:
 def source_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Source:
     """Return the source of the values of a model without any. Raises Refusal S623, S643."""
     if weights is not None:
-        later = is_checkpoint(weights) or is_dcps(weights)
-        return Later() if later else files_of(weights, model)
+        later = is_checkpoint(weights) or is_dcp_checkpoint(weights)
+        return CheckpointSource() if later else files_of(weights, model)
     if (record := record_of(model)) is not None:
         return record
     raise Refusal.of(

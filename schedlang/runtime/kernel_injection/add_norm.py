@@ -1,4 +1,4 @@
-"""A residual sum and the norm after it as one kernel: where a data flow shows them, and at work."""
+"""Fuse a residual addition and the norm after it (`replace_kernel(add_norm)`): probe and layer."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.norm import LONGEST_OF_MORE, Case, add_norm, fits
-from schedlang.kernels.norm_probes import Norm, probe_norm
-from schedlang.kernels.probe import Mismatch, seen
-from schedlang.runtime.forward import decorated
+from schedlang.kernels.norm import MAX_ROW_WITH_EXTRAS, Case, add_norm, can_add
+from schedlang.kernels.norm_probes import NormForm, probe_norm
+from schedlang.kernels.probe import Mismatch, module_key
+from schedlang.runtime.declined_calls import note_declined
+from schedlang.runtime.forward import change_innermost
 from schedlang.runtime.fusion.dataflow import (
-    Given,
-    Looked,
+    FlowArguments,
+    TraceDepth,
     arguments_of,
-    flow,
-    imagined,
-    inside_of,
-    like,
-    name_of,
-    shown,
-    touched,
-    writes,
+    describe_node,
+    function_name,
+    has_changed_call,
+    invented_arguments,
+    structure_of,
+    trace_flow,
+    value_with_structure,
+    writes_in_place,
 )
-from schedlang.runtime.left import leave
 
 # -- the probe -------------------------------------------------------------------------------------
-# Find sums with a norm: the module's own forward is followed, its children left whole.  What a
-# norm is told by is what it computes (kernels/norm_probes.py); a norm to which something else is
-# done (a hook, a layout, a kernel of its own) is none of those that are found.
+# Find additions with a norm: the module's own forward is traced, its children stay calls. A norm is
+# recognised by what it computes (kernels/norm_probes.py); a norm with a hook, a layout or a kernel
+# of its own is excluded.
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Norms of a module's children that stand right after a sum, by the child's name."""
+class AddNorms:
+    """Norms among a module's children that directly follow an addition, by the child's name."""
 
-    norms: Mapping[str, Norm]
+    norms: Mapping[str, NormForm]
 
     def cases(self) -> list[Case]:
-        """Runs of the kernel in the forms that were found."""
+        """Return test cases of the kernel for these norms."""
         return [
             Case((7, min(norm.size, 4096)), dtype, norm.form, bool(norm.bias), add=True)
             for norm in self.norms.values()
@@ -52,17 +52,17 @@ class Sums:
         ]
 
 
-def probe_sums(module: nn.Module) -> Sums | Mismatch:
-    """The norms after sums in a module's forward, or what was found instead."""
+def probe_add_norms(module: nn.Module) -> AddNorms | Mismatch:
+    """Return the norms after additions in a module's forward, or why there are none."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
-    norms: dict[str, Norm] = {}
+    norms: dict[str, NormForm] = {}
     reasons: dict[str, str] = {}
-    told: dict[Hashable, Norm | Mismatch] = {}
+    probed: dict[Hashable, NormForm | Mismatch] = {}
     for name, child in module.named_children():
-        alike = seen(child)
-        judged = told[alike] = told.get(alike) or probe_norm(child)
-        if isinstance(judged, Norm):
+        fingerprint = module_key(child)
+        judged = probed[fingerprint] = probed.get(fingerprint) or probe_norm(child)
+        if isinstance(judged, NormForm):
             norms[name] = judged
         elif "norm" in type(child).__name__.lower():
             reasons[name] = judged.reason
@@ -70,45 +70,52 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
         said = "; ".join(f"`{name}` {reason}" for name, reason in reasons.items())
         return Mismatch(f"has no child that is a norm{said and ': '}{said}")
     try:
-        graph = flow_of(module, imagined(module))
+        graph = flow_of(module, invented_arguments(module))
     except Refusal as refusal:
         return Mismatch(": ".join((refusal.diagnostic.title, *refusal.diagnostic.notes)))
-    found = {str(place.norm.target) for place in places(graph, module, norms)}
+    found = {str(place.norm.target) for place in find_places(graph, module, norms)}
     if found:
-        return Sums({name: norm for name, norm in norms.items() if name in found})
-    return Mismatch(f"has no addition right before a norm: {_before(graph, module, norms)}")
+        return AddNorms({name: norm for name, norm in norms.items() if name in found})
+    return Mismatch(
+        f"has no addition right before a norm: {_describe_before_norms(graph, module, norms)}"
+    )
 
 
-def _before(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> str:
+def _describe_before_norms(
+    graph: fx.Graph, module: nn.Module, norms: Mapping[str, NormForm]
+) -> str:
     """Describe the node before each norm."""
-    said = []
+    descriptions = []
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
             given = node.all_input_nodes
-            what = shown(given[0], module) if given else "nothing that can be traced"
-            said.append(f"before `{node.target}` is {what}")
-    return "; ".join(said) or "its forward calls no norm"
+            what = describe_node(given[0], module) if given else "nothing that can be traced"
+            descriptions.append(f"before `{node.target}` is {what}")
+    return "; ".join(descriptions) or "its forward calls no norm"
 
 
-# -- the flow --------------------------------------------------------------------------------------
+# -- the data flow ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
-    """A sum and the norm of it, in a flow."""
+class AddNormPlace:
+    """An addition and the norm of its result, in a data flow."""
 
     total: fx.Node
     norm: fx.Node
 
 
-def flow_of(module: nn.Module, given: Given) -> fx.Graph:
-    """The flow of one call, the module's decorators and all its children left out of it."""
+def flow_of(module: nn.Module, given: FlowArguments) -> fx.Graph:
+    """Return the data flow of one call, without the forward's decorators, with children as
+    calls."""
     whole = frozenset(name for name, _ in module.named_modules() if name)
-    return flow(module, given, Looked(whole=whole, bare=True))
+    return trace_flow(module, given, TraceDepth(calls=whole, undecorated=True))
 
 
-def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> list[Place]:
-    """Find norms that are called on a sum of two tensors, with no write in between."""
+def find_places(
+    graph: fx.Graph, module: nn.Module, norms: Mapping[str, NormForm]
+) -> list[AddNormPlace]:
+    """Find norms that are called on the sum of two tensors, with no in-place write in between."""
     found, order = [], list(graph.nodes)
     for norm in order:
         if norm.op != "call_module" or norm.target not in norms or norm.kwargs:
@@ -117,48 +124,48 @@ def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> lis
         if not isinstance(total, fx.Node) or not _is_sum(total, module):
             continue
         between = order[order.index(total) + 1 : order.index(norm)]
-        if touched(module.get_submodule(str(norm.target))) or any(map(writes, between)):
+        if has_changed_call(module.get_submodule(str(norm.target))) or any(
+            map(writes_in_place, between)
+        ):
             continue
-        found.append(Place(total, norm))
+        found.append(AddNormPlace(total, norm))
     return found
 
 
 def _is_sum(node: fx.Node, module: nn.Module) -> bool:
     both = node.args if len(node.args) == 2 and not node.kwargs else ()
     return (
-        name_of(node, module) == "add"
+        function_name(node, module) == "add"
         and len(both) == 2
         and all(isinstance(each, fx.Node) for each in both)
-        and not writes(node)
+        and not writes_in_place(node)
     )
 
 
 # -- the layer -------------------------------------------------------------------------------------
-# The module's forward is rewritten once for each set of constants that it is called with: wherever
-# the result of a sum goes into a child that is a norm, both are computed at once.  The rest runs
-# as it did.
-#
-# torch.compile follows a call through all of this but the rewriting, which happens while it
-# traces. It takes one graph for equal modules where the functions that they run are the same ones:
-# so equal texts are one function, what differs by module is handed to it, and at the first trace
-# the forwards of all modules of a class are rewritten.  A module whose forward came later would be
-# compiled anew.
+# The module's forward is rewritten once for each set of constants that it is called with: where the
+# result of an addition goes into a child that is a norm, one kernel computes both. The rest runs
+# unchanged. torch.compile traces all of this except the rewriting, which happens during tracing. It
+# shares one graph between equal modules if they run the same functions: so equal source is one
+# function, what differs by module is an argument, and the first trace rewrites the forwards of all
+# modules of a class. A module rewritten later would be compiled anew.
 
 
-Inside = tuple[tuple[str, Any], ...]  # of each argument of the flow what a trace may ask of it
+# for each argument of the flow, the structure that a trace may ask for
+ArgumentStructures = tuple[tuple[str, Any], ...]
 Constants = tuple[tuple[str, Any], ...]
 
-_PLAIN = (bool, int, float, str, type(None))
-_alive: dict[type, weakref.WeakSet[FusedAddNorm]] = {}  # by the class of their modules
+_CONSTANT_TYPES = (bool, int, float, str, type(None))
+_layers_by_class: dict[type, weakref.WeakSet[FusedAddNorm]] = {}  # by the class of their modules
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-class Made(NamedTuple):
-    """A rewritten forward, the names of its arguments, and why norms are left out of it."""
+class RewrittenForward(NamedTuple):
+    """A rewritten forward, the names of its arguments, and why norms are excluded from it."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
-    left: tuple[str, ...]
+    unfused: tuple[str, ...]
 
 
 class FusedAddNorm:
@@ -166,81 +173,89 @@ class FusedAddNorm:
 
     kernel = "add_norm"
 
-    def __init__(self, module: nn.Module, found: Sums) -> None:
+    def __init__(self, module: nn.Module, found: AddNorms) -> None:
         self.__setstate__({"module": module, "found": found})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies look anew: what is done to their children may differ."""
+        """Drop the rewritten forwards: in a copy, children may have other hooks or rows."""
         return {"module": self.module, "found": self.found}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module, self.found = state["module"], state["found"]
-        self.made: Mapping[Any, Made] = {}  # never written into: a graph may have looked at it
+        # replaced, never modified: a graph of torch.compile may guard on it
+        self.made: Mapping[Any, RewrittenForward] = {}
         forward = type(self.module).forward
         self.named = arguments_of(forward)
-        self.forward = decorated(forward, lambda _: self._run)
-        _alive.setdefault(type(self.module), weakref.WeakSet()).add(self)
+        self.forward = change_innermost(forward, lambda _: self._run)
+        _layers_by_class.setdefault(type(self.module), weakref.WeakSet()).add(self)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The rewritten forward in its class's decorators; `inner` is not called."""
+        """Run the rewritten forward in its class's decorators; `inner` is not called."""
         return self.forward(self.module, *args, **kwargs)
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         named = self.named(module, *args, **kwargs)
-        constants = tuple((n, _constant(v)) for n, v in named.items() if _is_constant(v))
-        inside = tuple((n, inside_of(v)) for n, v in named.items() if not _is_constant(v))
-        key = inside, tuple((n, repr(v)) for n, v in constants), self.training()
+        constants = tuple((n, _fix_constant(v)) for n, v in named.items() if _is_constant(v))
+        inside = tuple((n, structure_of(v)) for n, v in named.items() if not _is_constant(v))
+        key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if torch.compiler.is_compiling():
             _rewrite_all(type(module), inside, constants)
         elif key not in self.made:
             self.rewrite(inside, constants)
         made = self.made[key]
-        for why in made.left:
-            leave(module, "add_norm", why)
+        for why in made.unfused:
+            note_declined(module, "add_norm", why)
         return made.run(module, self, *(named[name] for name in made.names))
 
-    def training(self) -> tuple[bool, ...]:
-        """The mode of the module, and of all inside of it."""
+    def training_flags(self) -> tuple[bool, ...]:
+        """Return the training flags of the module and all modules inside."""
         return tuple(m.training for m in self.module.modules())
 
-    def rewrite(self, inside: Inside, constants: Constants) -> None:
-        """Rewrite the forward for calls like this one, if that was not done; S883 if it cannot."""
-        key = inside, tuple((n, repr(v)) for n, v in constants), self.training()
+    def rewrite(self, inside: ArgumentStructures, constants: Constants) -> None:
+        """Rewrite the forward for such calls, if not done yet; raises Refusal S883 if
+        impossible."""
+        key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if key not in self.made:
-            made = self._made(Given({n: like(v) for n, v in inside}, dict(constants)))
+            made = self._made(
+                FlowArguments({n: value_with_structure(v) for n, v in inside}, dict(constants))
+            )
             self.made = {**self.made, key: made}
 
-    def _made(self, given: Given) -> Made:
+    def _made(self, given: FlowArguments) -> RewrittenForward:
         graph = flow_of(self.module, given)
         names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-        found = places(graph, self.module, self.found.norms)
+        found = find_places(graph, self.module, self.found.norms)
         fused = {str(place.norm.target) for place in found}
         called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-        apart = [name for name in self.found.norms if name in called - fused]
-        left = tuple(_apart(name, self.module.get_submodule(name)) for name in apart)
-        return Made(_rewritten(graph, found), names, left)
+        unfused = [name for name in self.found.norms if name in called - fused]
+        left = tuple(_why_unfused(name, self.module.get_submodule(name)) for name in unfused)
+        return RewrittenForward(_fuse_places(graph, found), names, left)
 
-    def both(self, owner: nn.Module, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, its norm by the child `name`); apart where the two are not of one shape."""
-        if not fits(a, b):
-            leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
+    def add_and_norm(
+        self, owner: nn.Module, name: str, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (a + b, the norm of it by the child `name`); unfused if the shapes differ."""
+        if not can_add(a, b):
+            note_declined(
+                self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b
+            )
             total = a + b
             return total, owner(total)
-        if a.shape[-1] > LONGEST_OF_MORE:
-            said = f"its rows have at most {LONGEST_OF_MORE} elements"
-            leave(self.module, "add_norm", said, a=a)
+        if a.shape[-1] > MAX_ROW_WITH_EXTRAS:
+            said = f"its rows have at most {MAX_ROW_WITH_EXTRAS} elements"
+            note_declined(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
         weight, bias = norm.vectors(owner, a)
         return add_norm(a, b, weight, bias, norm.form)
 
 
-def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:
-    """Rewrite the forwards of all modules of a class: run while torch.compile traces one of them.
+def _rewrite_all(kind: type, inside: ArgumentStructures, constants: Constants) -> bool:
+    """Rewrite the forwards of all modules of a class, while torch.compile traces one of them.
 
-    S883 where none of them can be rewritten; whether any was.
+    Returns whether there are any; raises Refusal S883 if none of them can be rewritten.
     """
     refusals = []
-    layers = list(_alive.get(kind, ()))
+    layers = list(_layers_by_class.get(kind, ()))
     for layer in layers:
         try:
             layer.rewrite(inside, constants)
@@ -251,7 +266,7 @@ def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:
     return bool(layers)
 
 
-# torch.compiler.assume_constant_result, which would import all of the compiler
+# as torch.compiler.assume_constant_result does, which would import all of the compiler
 _rewrite_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -259,33 +274,35 @@ _rewrite_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether a value is a plain number, flag or text, or empty; all else is part of the
-    flow."""
-    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, dict)) and len(value) == 0)
+    """Return whether a value is a number, flag or text, or empty; others are part of the flow."""
+    return isinstance(value, _CONSTANT_TYPES) or (
+        isinstance(value, (tuple, dict)) and len(value) == 0
+    )
 
 
-def _constant(value: Any) -> Any:
-    """A number that torch.compile took for a size that may change is this number from now on."""
+def _fix_constant(value: Any) -> Any:
+    """Fix a number that torch.compile treats as a dynamic size."""
     return operator.index(value) if type(value) is int else value
 
 
 # -- the rewritten forward -------------------------------------------------------------------------
 
 
-def _rewritten(graph: fx.Graph, found: list[Place]) -> Callable[..., Any]:
-    """The flow with each place as one call: a function of the module, its layer, its arguments."""
+def _fuse_places(graph: fx.Graph, found: list[AddNormPlace]) -> Callable[..., Any]:
+    """Replace each place in the flow by one call; return a function of module, layer and
+    arguments."""
     with graph.inserting_before(next(iter(graph.nodes))):
         layer = graph.placeholder("layer")
-    taken: set[fx.Node] = set()
+    fused: set[fx.Node] = set()
     for place in found:
-        if place.total in taken:
+        if place.total in fused:
             continue  # a second norm of the same sum
-        taken.add(place.total)
+        fused.add(place.total)
         name = str(place.norm.target)
         with graph.inserting_before(place.total):
             owner = graph.get_attr(name)
-            both = graph.call_function(_both, (layer, owner, name, *place.total.args))
-            parts = [graph.call_function(_part, (both, index)) for index in (0, 1)]
+            both = graph.call_function(_call_both, (layer, owner, name, *place.total.args))
+            parts = [graph.call_function(_item, (both, index)) for index in (0, 1)]
         for old, new in zip((place.norm, place.total), parts[::-1]):
             old.replace_all_uses_with(new)
             graph.erase_node(old)
@@ -293,29 +310,29 @@ def _rewritten(graph: fx.Graph, found: list[Place]) -> Callable[..., Any]:
     return _function(graph)
 
 
-def _both(
+def _call_both(
     layer: FusedAddNorm, owner: nn.Module, name: str, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return layer.both(owner, name, a, b)
+    return layer.add_and_norm(owner, name, a, b)
 
 
-def _part(both: tuple[Tensor, Tensor], index: int) -> Tensor:
+def _item(both: tuple[Tensor, Tensor], index: int) -> Tensor:
     return both[index]
 
 
 def _function(graph: fx.Graph) -> Callable[..., Any]:
-    """A graph as a function; equal graphs, with the same things under their names, are one."""
+    """Return a graph as a function; equal graphs with the same globals share one function."""
     code = graph.python_code("self")
     key = code.src, *sorted((name, id(value)) for name, value in code.globals.items())
     if key not in _functions:
         space = dict(code.globals)
         exec(code.src, space)
-        _functions[key] = space["forward"]  # which keeps what was found under the names alive
+        _functions[key] = space["forward"]  # this keeps the globals alive
     return _functions[key]
 
 
-def _apart(name: str, norm: nn.Module) -> str:
-    """Say why a norm that was found right after a sum is called apart from it."""
-    if touched(norm):
+def _why_unfused(name: str, norm: nn.Module) -> str:
+    """Return why a norm that the probe found after an addition is called by itself."""
+    if has_changed_call(norm):
         return f"`{name}` has hooks, a placement or its own row, and is called separately"
     return f"in this call there is no addition right before `{name}`"

@@ -1,8 +1,9 @@
-"""Experts by grouped products: tokens sorted by expert, one product for all experts of a layer.
+"""Experts of an MoE layer by grouped matrix products: tokens sorted by expert, one product for all.
 
-Which parameter is what, how it lies and what stands between the two products is found by trying a
-small copy in float64, so that it works for experts of any class.  Nothing is padded and no token is
-left out (Gale et al., "MegaBlocks", 2022).  Under `expert_parallel` they are those of a rank.
+The role and layout of each parameter, and the activation between the products, are found by trying
+a small float64 copy, so that this works for experts of any class. Nothing is padded and no token is
+dropped (Gale et al., "MegaBlocks", 2022). Under `expert_parallel` these are the experts of one
+rank.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import gated
-from schedlang.kernels.device import autocast_to
-from schedlang.kernels.grouped import Case, grouped
-from schedlang.kernels.probe import TOLERANCE, Mismatch, gradients_apart, relative
+from schedlang.kernels.grouped import Case, grouped_product
+from schedlang.kernels.kernel_device import autocast_dtype
+from schedlang.kernels.probe import TOLERANCE, Mismatch, gradients_distance, relative_error
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.moe.probe import NoExperts, Trial, probe_experts, scales, small_copy
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.moe.probe import (
+    ExpertTrial,
+    NoExperts,
+    probe_experts,
+    small_copy,
+    trial_scales,
+)
 
-# activations that stand alone, without a gate, beside those of gated MLPs
-PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+# activations without a gate, in addition to those of gated MLPs
+UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "relu2": lambda x: torch.relu(x).square(),
 }
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One product of every expert: its weight and bias; `across`: as a linear layer's lies."""
+class ExpertMatrix:
+    """One product of every expert: names of weight and bias; `across`: weights as in nn.Linear,
+    [out, in]."""
 
     weight: str
     bias: str | None
@@ -42,29 +50,31 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Middle:
+class ExpertActivation:
     """The activation between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
 
-    `lie` is how gate and up lie: "gate first", "up first" or "in turn" in one tensor, "apart" in
-    two; "" where there is no gate.
+    `layout` is the layout of gate and up: "gate first", "up first" or "in turn" in one tensor,
+    "apart" in two tensors; "" without a gate.
     """
 
     act: str
-    lie: str
+    layout: str
     own: bool = False
 
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """down(middle(first(x))) of each token's experts; `first` are one product, or gate and up."""
+    """down(middle(first(x))) of each token's experts; `first` is one product, or gate and up."""
 
-    first: tuple[Matrix, ...]
-    middle: Middle
-    down: Matrix
-    sizes: tuple[int, int, int]  # experts, width of a token, width behind the first product
+    first: tuple[ExpertMatrix, ...]
+    middle: ExpertActivation
+    down: ExpertMatrix
+    # number of experts, width of a token, width after the first product
+    sizes: tuple[int, int, int]
 
     def cases(self) -> list[Case]:
-        """Runs of both products, on as many columns as align, and on few where there are many."""
+        """Return test cases of both products, with aligned widths of at most 256 and at most 8
+        experts."""
         width, inner = (min(-(-size // 8) * 8, 256) for size in self.sizes[1:])
         experts = min(self.sizes[0], 8)
         return [
@@ -77,7 +87,8 @@ class GroupedForm:
 
 
 def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
-    """The experts that a module computes, or the measured reason why it computes none of these."""
+    """Return the form of the experts that a module computes, or the measured reason why none
+    fits."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
     found = probe_experts(module)
@@ -85,37 +96,37 @@ def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
         return Mismatch(found.reason, found.error)
     shapes = [tuple(module.get_parameter(name).shape) for name in found.split]
     nearest = Mismatch("has parameters whose shapes are not those of two or three matrix products")
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
-        for scale in scales(shapes):
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64):
+        for scale in trial_scales(shapes):
             small = small_copy(module, found.split, scale)
             if small is None:
                 continue
             try:
-                form = _nearest(small, Trial(small, found.count, found.split))
+                form = _best_form(small, ExpertTrial(small, found.count, found.split))
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
                 form = Mismatch.raised("does not run on a small copy", raised)
             if isinstance(form, GroupedForm):
-                return _sized(form, module)
+                return _with_module_sizes(form, module)
             nearest = form
     return nearest
 
 
-def _sized(form: GroupedForm, module: nn.Module) -> GroupedForm:
-    """The form with the sizes of the module itself."""
+def _with_module_sizes(form: GroupedForm, module: nn.Module) -> GroupedForm:
+    """Return the form with the sizes of the module itself."""
     count, *both = module.get_parameter(form.first[0].weight).shape
     inner, width = both if form.first[0].across else reversed(both)
     return GroupedForm(form.first, form.middle, form.down, (count, width, inner))
 
 
-def _nearest(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
+def _best_form(module: nn.Module, trial: ExpertTrial) -> GroupedForm | Mismatch:
     errors: dict[GroupedForm, float] = {}
     with torch.no_grad():
         for form in _forms(module, trial.x.shape[1]):
             try:
-                y = computed(module, form, trial.x, trial.index, trial.weights)
-            except (RuntimeError, ValueError):  # shapes that do not meet
+                y = compute_experts(module, form, trial.x, trial.index, trial.weights)
+            except (RuntimeError, ValueError):  # shapes that do not match
                 continue
-            errors[form] = relative(y, trial.whole) if y.shape == trial.whole.shape else 1e300
+            errors[form] = relative_error(y, trial.whole) if y.shape == trial.whole.shape else 1e300
             if errors[form] <= TOLERANCE:
                 break
     if not errors:
@@ -129,15 +140,15 @@ def _nearest(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
     return best
 
 
-def _gradient_distance(module: nn.Module, form: GroupedForm, trial: Trial) -> float:
+def _gradient_distance(module: nn.Module, form: GroupedForm, trial: ExpertTrial) -> float:
     x, weights = (t.detach().clone().requires_grad_() for t in (trial.x, trial.weights))
     leaves = [x, weights, *module.parameters()]
     made = module(x, trial.index, weights)
-    return gradients_apart(computed(module, form, x, trial.index, weights), made, leaves)
+    return gradients_distance(compute_experts(module, form, x, trial.index, weights), made, leaves)
 
 
 def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
-    """Every form that the shapes of these parameters allow."""
+    """Yield every form that the shapes of these parameters allow."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     cubes = [name for name, shape in shapes.items() if len(shape) == 3]
     flat = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -146,9 +157,9 @@ def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
     for names in itertools.permutations(cubes):
         for across in itertools.product((True, False), repeat=2):
             for biases in _biases(len(names), flat):
-                ways = [across[0]] * (len(names) - 1) + [across[1]]
-                *first, down = map(Matrix, names, biases, ways)
-                if all(_fit(one, shapes, i) for one, i in [*((m, width) for m in first)]):
+                layouts = [across[0]] * (len(names) - 1) + [across[1]]
+                *first, down = map(ExpertMatrix, names, biases, layouts)
+                if all(_fits(one, shapes, i) for one, i in [*((m, width) for m in first)]):
                     inner = shapes[first[0].weight][1 if across[0] else 2]
                     for middle in _middles(module, len(first)):
                         sizes = (shapes[names[0]][0], width, inner)
@@ -156,32 +167,32 @@ def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
 
 
 def _biases(count: int, names: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
-    """Every way to give the vectors of a module to its products, all of them."""
+    """Yield every assignment of all vectors of a module to its products as biases."""
     places = [*names, *[None] * (count - len(names))]
     yield from dict.fromkeys(itertools.permutations(places, count))
 
 
-def _fit(matrix: Matrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
+def _fits(matrix: ExpertMatrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
     _, first, second = shapes[matrix.weight]
     into, out = (second, first) if matrix.across else (first, second)
     return into == width and (matrix.bias is None or shapes[matrix.bias][1] == out)
 
 
-def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
+def _middles(module: nn.Module, products: int) -> Iterator[ExpertActivation]:
     """Yield every possible middle; the module's own gate and activation come last."""
     lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
     own = [name for name, child in module.named_children() if not list(child.parameters())]
     acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
-    yield from (Middle(act, lie, mine) for lie in lies for act, mine in acts)
-    yield from (Middle(act, "") for act in PLAIN if products == 1)
+    yield from (ExpertActivation(act, lie, mine) for lie in lies for act, mine in acts)
+    yield from (ExpertActivation(act, "") for act in UNGATED_ACTIVATIONS if products == 1)
     if products == 1 and callable(getattr(module, "_apply_gate", None)):
-        yield Middle("_apply_gate", "", True)  # as experts of transformers call theirs
+        yield ExpertActivation("_apply_gate", "", True)  # the name used by experts of transformers
 
 
 # -- computing it --------------------------------------------------------------------------------
 
 
-def computed(
+def compute_experts(
     module: nn.Module, form: GroupedForm, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute the experts: sort rows by expert, two or three products, sort back and sum."""
@@ -193,45 +204,47 @@ def computed(
     count = getattr(module, form.down.weight).shape[0]
     sizes = torch.zeros(count, dtype=torch.int64, device=x.device)
     ends = sizes.index_add(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
-    both = [_multiplied(module, one, rows, experts, ends) for one in form.first]
-    middle = _between(module, form.middle, both)
-    y = _multiplied(module, form.down, middle, experts, ends) * weights.flatten()[order, None]
+    both = [_grouped_product(module, one, rows, experts, ends) for one in form.first]
+    middle = _activate(module, form.middle, both)
+    y = _grouped_product(module, form.down, middle, experts, ends) * weights.flatten()[order, None]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     return y[back].view(x.shape[0], choices, -1).sum(1).to(x.dtype)
 
 
-def _multiplied(
-    module: nn.Module, matrix: Matrix, rows: Tensor, experts: Tensor, ends: Tensor
+def _grouped_product(
+    module: nn.Module, matrix: ExpertMatrix, rows: Tensor, experts: Tensor, ends: Tensor
 ) -> Tensor:
     weight: Tensor = getattr(module, matrix.weight)
-    wanted = autocast_to(rows)  # as F.linear would
+    wanted = autocast_dtype(rows)  # as F.linear would
     if wanted is not None:
         rows, weight = rows.to(wanted), weight.to(wanted)
-    y = grouped(rows, weight, ends, matrix.across)
+    y = grouped_product(rows, weight, ends, matrix.across)
     return y if matrix.bias is None else y + getattr(module, matrix.bias)[experts].to(y.dtype)
 
 
-def _between(module: nn.Module, middle: Middle, both: Sequence[Tensor]) -> Tensor:
-    """The activation of one tensor, or that of the gate times the other."""
+def _activate(module: nn.Module, middle: ExpertActivation, both: Sequence[Tensor]) -> Tensor:
+    """Apply the activation to one tensor, or multiply the activated gate by the other."""
     own: Callable[[Tensor], Tensor] = (
         getattr(module, middle.act)
         if middle.own
-        else gated.ACTIVATIONS.get(middle.act) or PLAIN[middle.act]
+        else gated.ACTIVATIONS.get(middle.act) or UNGATED_ACTIVATIONS[middle.act]
     )
-    if not middle.lie:
+    if not middle.layout:
         return own(both[0])
-    if middle.lie == "in turn":
+    if middle.layout == "in turn":
         both = (both[0][..., ::2], both[0][..., 1::2])
-    elif middle.lie != "apart":
+    elif middle.layout != "apart":
         if not middle.own:
-            return gated.packed(both[0], middle.act, middle.lie == "gate first")
+            return gated.packed_gated_product(both[0], middle.act, middle.layout == "gate first")
         halves = both[0].chunk(2, -1)
-        both = halves if middle.lie == "gate first" else halves[::-1]
-    return own(both[0]) * both[1] if middle.own else gated.gated(both[0], both[1], middle.act)
+        both = halves if middle.layout == "gate first" else halves[::-1]
+    return (
+        own(both[0]) * both[1] if middle.own else gated.gated_product(both[0], both[1], middle.act)
+    )
 
 
 class GroupedExperts:
-    """The layer that computes a module of experts by grouped products, from its own parameters."""
+    """The layer that computes experts by grouped products, with the module's own parameters."""
 
     kernel = "grouped"
 
@@ -240,7 +253,7 @@ class GroupedExperts:
         self.names = [*inspect.signature(type(module).forward).parameters][1:4]
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Tokens, the experts of each, their weights; `inner` is not called."""
+        """Compute for tokens, the experts of each, and their weights; `inner` is not called."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if len(args) > len(self.names) or sorted(given) != sorted(self.names):
             raise Refusal.of(
@@ -249,4 +262,4 @@ class GroupedExperts:
                 " arguments, but experts take tokens, expert indices and routing weights",
                 helps=("leave this module as it is",),
             )
-        return computed(self.module, self.form, *(given[name] for name in self.names))
+        return compute_experts(self.module, self.form, *(given[name] for name in self.names))

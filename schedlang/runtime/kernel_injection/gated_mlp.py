@@ -1,4 +1,4 @@
-"""A gated MLP whose middle is one kernel: which module is one, and its forward."""
+"""Gated MLPs with one kernel in the middle (`replace_kernel(gated)`): the probe and the layer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rising
-from schedlang.runtime.device import undrawn
+from schedlang.kernels.gated import (
+    ACTIVATIONS,
+    Case,
+    gated_product,
+    packed_gated_product,
+    reference,
+)
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    distinct_gradient,
+    one_input,
+    relative_error,
+)
+from schedlang.runtime.device import generators_restored
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
-from schedlang.runtime.inside import hooked
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.submodules import remove_hooks_after
 
 # -- the form and its layer: projections stay modules ----------------------------------------------
 
 
 @dataclass(frozen=True)
-class Gated:
-    """down(act(gate(x)) * up(x)); one projection for both is `gate`, and `up` then None.
+class GatedForm:
+    """The structure of a gated MLP: down(act(gate(x)) * up(x)).
 
-    `size` is the width of the middle; `gate_first` the order in a packed one.  `between` is a child
-    that the product goes through before down: a dropout, or a norm.
+    up          None: `gate` is one projection for both
+    size        the width of the middle
+    gate_first  the order in a packed projection
+    between     a child that the product goes through before `down`: a dropout, or a norm
     """
 
     gate: str
@@ -41,7 +56,7 @@ class Gated:
     between: str | None = None
 
     def cases(self) -> list[Case]:
-        """Runs of the kernel in the form that was found."""
+        """Return test cases of the kernel for this structure."""
         pack = "" if self.up else "gate first" if self.gate_first else "up first"
         size = min(self.size, 4096)
         return [
@@ -50,69 +65,78 @@ class Gated:
         ]
 
 
-def computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
-    """down(act(gate) * up) by the module's own projections."""
+def compute_gated_mlp(
+    module: nn.Module, form: GatedForm, x: Tensor, kernel: bool = False
+) -> Tensor:
+    """Return down(act(gate) * up), by the module's own projections."""
     first = module.get_submodule(form.gate)(x)
     second = None if form.up is None else module.get_submodule(form.up)(x)
-    product = middle(first, second, form, kernel)
+    product = compute_middle(first, second, form, kernel)
     if form.between is not None:
         product = module.get_submodule(form.between)(product)
     made: Tensor = module.get_submodule(form.down)(product)
     return made
 
 
-def middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
-    """act(gate) * up, of the two or of what holds both."""
+def compute_middle(
+    first: Tensor, second: Tensor | None, form: GatedForm, kernel: bool = False
+) -> Tensor:
+    """Return act(gate) * up; without `second`, `first` contains both."""
     if second is not None:
-        return (gated if kernel else reference)(first, second, form.act)
+        return (gated_product if kernel else reference)(first, second, form.act)
     if kernel:
-        return packed(first, form.act, form.gate_first)
+        return packed_gated_product(first, form.act, form.gate_first)
     left, right = first.chunk(2, -1)
     gate, up = (left, right) if form.gate_first else (right, left)
     return reference(gate, up, form.act)
 
 
 class GatedMlp:
-    """The layer that computes a gated MLP from the module's own projections and one kernel."""
+    """A layer that computes a gated MLP by the module's own projections and one kernel."""
 
     kernel = "gated"
 
-    def __init__(self, module: nn.Module, form: Gated) -> None:
+    def __init__(self, module: nn.Module, form: GatedForm) -> None:
         self.module, self.form = module, form
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute for the one input; `inner` is not called."""
-        return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
+        """Compute the MLP of the only input; `inner` is not called."""
+        return compute_gated_mlp(
+            self.module, self.form, the_input(self.module, args, kwargs), kernel=True
+        )
 
 
 # -- the probe -------------------------------------------------------------------------------------
-# Which child is what, and which activation stands between them, is found by running a bare float64
-# copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
+# Which child is gate, up or down, and which activation is between them, is found by running a bare
+# float64 copy; so it works for modules of any class, and sharded or quantised projections keep
+# their own forward.
 
 
-_Called = dict[str, list[tuple[Tensor, Tensor]]]  # by child what it was given, and what it gave
-_WIDE = 2**22  # numbers of a weight from which on its gradient is not computed to be compared
+_Calls = dict[str, list[tuple[Tensor, Tensor]]]  # child -> (input, output) of each call
+_WIDE_WEIGHT = (
+    2**22
+)  # for larger weights, gradients of outputs are compared instead of weight gradients
 
 
-def probe_gated(module: nn.Module) -> Gated | Mismatch:
-    """The gated MLP that a module is, or the measured reason why it is none."""
-    linear = {n: m for n, m in module.named_children() if _shape(m) is not None}
-    refused = _structure(module, linear)
+def probe_gated(module: nn.Module) -> GatedForm | Mismatch:
+    """Return the structure of a gated MLP, or the measured reason why the module is none."""
+    linear = {n: m for n, m in module.named_children() if _projection_shape(m) is not None}
+    refused = _why_not_gated(module, linear)
     if refused:
         return Mismatch(refused)
     more = one_input(module)
     if more:
         return more
-    # around zero: activations must show
+    # values around zero, where activations differ
     copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
-    with undrawn(), ambient(Float64):
+    with generators_restored(), enter_modes(Float64):
         try:
             plain = list(_forms(copied, list(linear)))
-            return _nearest(
+            return _best_form(
                 copied,
                 [
                     replace(form, between=name)
-                    for name in _between(copied, linear)
+                    for name in _children_between(copied, linear)
                     for form in plain
                 ],
             )
@@ -120,7 +144,7 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
             return Mismatch.raised("does not run on rows alone", raised)
 
 
-def _shape(module: nn.Module) -> tuple[int, int] | None:
+def _projection_shape(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a projection; None for anything else."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
@@ -130,10 +154,10 @@ def _shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
+def _why_not_gated(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
     held = {name for name, _ in module.named_parameters()}
     own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
-    for name in _between(module, linear):
+    for name in _children_between(module, linear):
         own |= {n for n in held if name is not None and n.startswith(f"{name}.")}
     if len(linear) not in (2, 3):
         return f"has {len(linear)} projections: a gated MLP has 3, or 2 (gate and up packed)"
@@ -146,56 +170,59 @@ def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _between(module: nn.Module, linear: dict[str, nn.Module]) -> list[str | None]:
-    """Children that the product may go through before the last projection: a dropout, if any, or
-    the one child that has parameters and is no projection."""
+def _children_between(module: nn.Module, linear: dict[str, nn.Module]) -> list[str | None]:
+    """Return children that the product may go through before the last projection.
+
+    This is the only child with parameters that is no projection; without one, any dropout, or None.
+    """
     others = {n: m for n, m in module.named_children() if n not in linear}
     whole = [n for n, m in others.items() if next(m.parameters(), None) is not None]
     drops = [n for n, m in others.items() if isinstance(m, nn.Dropout)]
     return [*whole] if len(whole) == 1 else [*drops, None]
 
 
-def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
-    """Every gated MLP that the shapes of these projections allow."""
-    shapes = {name: _shape(module.get_submodule(name)) or (0, 0) for name in names}
+def _forms(module: nn.Module, names: list[str]) -> Iterator[GatedForm]:
+    """Yield every gated MLP that the shapes of these projections allow."""
+    shapes = {name: _projection_shape(module.get_submodule(name)) or (0, 0) for name in names}
     for gate, *rest, down in itertools.permutations(names):
         size = shapes[down][0]
         for act in ACTIVATIONS:
             if rest and shapes[gate] == shapes[rest[0]] == (shapes[gate][0], size):
-                yield Gated(gate, rest[0], down, act, size)
+                yield GatedForm(gate, rest[0], down, act, size)
             if not rest and shapes[gate][1] == 2 * size:
-                yield Gated(gate, None, down, act, size)
-                yield Gated(gate, None, down, act, size, gate_first=False)
+                yield GatedForm(gate, None, down, act, size)
+                yield GatedForm(gate, None, down, act, size, gate_first=False)
 
 
-def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
+def _best_form(module: nn.Module, forms: list[GatedForm]) -> GatedForm | Mismatch:
     if not forms:
         return Mismatch("has projections whose shapes are not those of a gated MLP")
-    width = _shape(module.get_submodule(forms[0].gate)) or (0, 0)
+    width = _projection_shape(module.get_submodule(forms[0].gate)) or (0, 0)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         evaluated, trained = (_seeded(module.train(mode), x) for mode in (False, True))
-    own = _ran(module, module, x)
+    own = _run_recorded(module, module, x)
     results = {False: [evaluated], True: [trained, own.made]}
     if not all(isinstance(y, Tensor) for some in results.values() for y in some):
         return Mismatch(f"returns {type(trained).__name__}, not a tensor")
-    best = _guessed(module, forms, own.calls)
-    twin = _ran(module, partial(computed, module, best), x)
+    best = _guess_form(module, forms, own.calls)
+    twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
     made = {True: twin.made, False: _evaluated(module, best, x, twin.made)}
-    if not _farthest(results, made) <= TOLERANCE:  # one of the others, or how far is it?
+    if not _largest_error(results, made) <= TOLERANCE:  # another structure, or how far is it?
         errors = _errors(module, forms, x, results)
         best = min(forms, key=lambda form: errors[form])
         if not errors[best] <= TOLERANCE:
             return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
-        twin = _ran(module, partial(computed, module, best), x)
+        twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
     error = _gradient_distance(module, best, own, twin)
     if not error <= TOLERANCE:
         return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
     return best
 
 
-_Results = Mapping[bool, Sequence[Tensor]]  # what a module gave in training, and in evaluation
+# results of a module, in training (True) and in evaluation (False)
+_Results = Mapping[bool, Sequence[Tensor]]
 
 
 def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
@@ -204,104 +231,111 @@ def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
     return call(x)
 
 
-def _farthest(results: _Results, exact: Mapping[bool, Tensor]) -> float:
+def _largest_error(results: _Results, exact: Mapping[bool, Tensor]) -> float:
     return max(
-        relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
+        relative_error(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
     )
 
 
-def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Tensor:
-    """The form in evaluation; projections alone do not know the difference."""
+def _evaluated(module: nn.Module, form: GatedForm, x: Tensor, trained: Tensor) -> Tensor:
+    """Return the result in evaluation mode; projections alone give the same in both modes."""
     if form.between is None:
         return trained
     with torch.no_grad():
-        made: Tensor = computed(module.eval(), form, x)
+        made: Tensor = compute_gated_mlp(module.eval(), form, x)
     module.train()
     return made
 
 
 def _errors(
-    module: nn.Module, forms: list[Gated], x: Tensor, results: _Results
-) -> dict[Gated, float]:
-    """Return each form's distance from the module's results, in training and in evaluation."""
-    made: dict[bool, dict[Gated, Tensor]] = {}
+    module: nn.Module, forms: list[GatedForm], x: Tensor, results: _Results
+) -> dict[GatedForm, float]:
+    """Return the distance of each structure from the module's results, in training and
+    evaluation."""
+    made: dict[bool, dict[GatedForm, Tensor]] = {}
     with torch.no_grad():
         for mode in (False, True):
             alike = made and not any(form.between for form in forms)
-            made[mode] = made[False] if alike else _all_computed(module.train(mode), forms, x)
-    return {form: _farthest(results, {mode: made[mode][form] for mode in made}) for form in forms}
+            made[mode] = made[False] if alike else _compute_all(module.train(mode), forms, x)
+    return {
+        form: _largest_error(results, {mode: made[mode][form] for mode in made}) for form in forms
+    }
 
 
-def _guessed(module: nn.Module, forms: list[Gated], calls: _Called) -> Gated:
-    """The form whose middle is nearest to what the last projection was given, if it was called.
+def _guess_form(module: nn.Module, forms: list[GatedForm], calls: _Calls) -> GatedForm:
+    """Return the structure whose middle is nearest to the input of the last projection, if it was
+    called.
 
-    Which spares computing with the last weights for each form; what is guessed is compared whole.
+    This avoids computing the last projection for each structure; the guess is compared in full
+    later.
     """
 
-    def distance(form: Gated) -> float:
+    def distance(form: GatedForm) -> float:
         names = [name for name in (form.gate, form.up, form.down) if name is not None]
         if any(len(calls.get(name, ())) != 1 for name in names):
             return math.inf
         up = None if form.up is None else calls[form.up][0][1]
         given = calls[form.down][0][0]
-        made = _passed(module, middle(calls[form.gate][0][1], up, form), form)
-        return relative(given, made) if given.shape == made.shape else math.inf
+        made = _through_child(module, compute_middle(calls[form.gate][0][1], up, form), form)
+        return relative_error(given, made) if given.shape == made.shape else math.inf
 
     with torch.no_grad():
         return min(forms, key=distance)
 
 
-def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
-    """Each of several forms; a projection reads its weights once, for wide ones take seconds."""
-    made: dict[Gated, Tensor] = {}
+def _compute_all(module: nn.Module, forms: list[GatedForm], x: Tensor) -> dict[GatedForm, Tensor]:
+    """Compute several structures; each projection runs once, because wide ones take seconds."""
+    made: dict[GatedForm, Tensor] = {}
     for down in {form.down: None for form in forms}:
         some = [form for form in forms if form.down == down]
-        known = {name: module.get_submodule(name)(x) for name in _before(some)}
+        known = {name: module.get_submodule(name)(x) for name in _first_projections(some)}
         middles = [
-            _passed(module, middle(known[f.gate], known.get(f.up or ""), f), f) for f in some
+            _through_child(module, compute_middle(known[f.gate], known.get(f.up or ""), f), f)
+            for f in some
         ]
         made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
     return made
 
 
-def _before(forms: list[Gated]) -> set[str]:
+def _first_projections(forms: list[GatedForm]) -> set[str]:
     return {name for form in forms for name in (form.gate, form.up) if name is not None}
 
 
-def _passed(module: nn.Module, product: Tensor, form: Gated) -> Tensor:
-    """The product, through what stands between, with the same random numbers each time."""
+def _through_child(module: nn.Module, product: Tensor, form: GatedForm) -> Tensor:
+    """Pass the product through the child between, with the same random numbers each time."""
     between = form.between
     return product if between is None else _seeded(module.get_submodule(between), product)
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _Run:
     """A run with gradients: its input and result, and the calls of the module's projections."""
 
     leaf: Tensor
     made: Tensor
-    calls: _Called
+    calls: _Calls
 
 
-def _ran(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Ran:
-    """A run by a module's projections."""
-    leaf, calls = x.clone().requires_grad_(), _Called()
-    with _calls(module, calls):
-        return _Ran(leaf, _seeded(run, leaf), calls)
+def _run_recorded(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Run:
+    """Run with gradients, and record the calls of a module's projections."""
+    leaf, calls = x.clone().requires_grad_(), _Calls()
+    with _record_calls(module, calls):
+        return _Run(leaf, _seeded(run, leaf), calls)
 
 
-def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) -> float:
-    """Return the largest relative difference of a gradient: of the input and the parameters.
+def _gradient_distance(module: nn.Module, form: GatedForm, own: _Run, twin: _Run) -> float:
+    """Return the largest relative difference of gradients of the input and the parameters.
 
-    Where both call each projection once, the gradient of its weight is that of what it gave times
-    what it was given: of wide MLPs, whose weights take seconds, these are compared.
+    If both call each projection once, the gradient of a weight is the product of the output's
+    gradient and the input: for wide MLPs, whose weights take seconds, these two are compared
+    instead.
     """
     both, called = (own.made, twin.made), (own.calls, twin.calls)
     if not own.made.requires_grad:
         return math.inf
     once = [len(some) == 1 for calls in called for some in calls.values()]
-    alike = called[0].keys() == called[1].keys() == _before([form]) | {form.down}
-    wide = max(p.numel() for p in module.parameters()) > _WIDE
+    alike = called[0].keys() == called[1].keys() == _first_projections([form]) | {form.down}
+    wide = max(p.numel() for p in module.parameters()) > _WIDE_WEIGHT
     if wide and alike and all(once):
         order = sorted(called[0])
         inner = [] if form.between is None else [*module.get_submodule(form.between).parameters()]
@@ -310,22 +344,24 @@ def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) ->
     else:
         leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
     found, exact = (
-        torch.autograd.grad(y, some, rising(own.made), allow_unused=True)
+        torch.autograd.grad(y, some, distinct_gradient(own.made), allow_unused=True)
         for y, some in zip(both, leaves)
     )
     return max(
         math.inf
         if a is None or b is None or a.numel() != b.numel()
-        else relative(a.reshape(b.shape), b)  # rows may have been put together on the way
+        else relative_error(a.reshape(b.shape), b)  # rows may have been flattened
         for a, b in zip((*found, *given[0]), (*exact, *given[1]), strict=True)
     )
 
 
-def _calls(module: nn.Module, into: _Called) -> AbstractContextManager[None]:
-    """Note the calls of a module's children."""
+def _record_calls(module: nn.Module, into: _Calls) -> AbstractContextManager[None]:
+    """Record the calls of a module's children."""
 
     def note(name: str, child: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
-        if _shape(child) is not None:
+        if _projection_shape(child) is not None:
             into.setdefault(name, []).append((given[0], made))
 
-    return hooked(c.register_forward_hook(partial(note, n)) for n, c in module.named_children())
+    return remove_hooks_after(
+        c.register_forward_hook(partial(note, n)) for n, c in module.named_children()
+    )

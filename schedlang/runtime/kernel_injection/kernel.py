@@ -1,4 +1,7 @@
-"""Replace what a module computes between its parameters; parameters, names and hooks stay."""
+"""Kernels by name (`replace_kernel`): match one against a module, and put it into a built module.
+
+The kernel replaces what a module computes between its parameters; parameters, names and hooks stay.
+"""
 
 from __future__ import annotations
 
@@ -10,84 +13,95 @@ from torch import Tensor, nn
 from schedlang.kernels import liger
 from schedlang.kernels.check import Case
 from schedlang.kernels.norm import norm
-from schedlang.kernels.norm_probes import LIBRARY, Norm, probe_named, probe_norm
+from schedlang.kernels.norm_probes import LIBRARY_KERNELS, NormForm, probe_library_norm, probe_norm
 from schedlang.kernels.probe import Mismatch
-from schedlang.kernels.sharding import install
+from schedlang.kernels.sharding_rules import register_rules
+from schedlang.runtime.declined_calls import note_declined
 from schedlang.runtime.forward import Layer, the_input, wrap
-from schedlang.runtime.kernel_injection.add_norm import FusedAddNorm, Sums, probe_sums
-from schedlang.runtime.kernel_injection.attention import (
-    Attention,
-    Call,
-    match_attention,
-    replace_attention,
-)
-from schedlang.runtime.kernel_injection.attention_adapters import (
+from schedlang.runtime.kernel_injection.add_norm import AddNorms, FusedAddNorm, probe_add_norms
+from schedlang.runtime.kernel_injection.attention_kernels import (
     ATTENTIONS,
-    Adapted,
-    match_adapter,
-    put_in,
+    KernelAttention,
+    install_attention,
+    match_kernel_attention,
 )
 from schedlang.runtime.kernel_injection.expert_kernel import (
     GroupedExperts,
     GroupedForm,
     probe_grouped,
 )
-from schedlang.runtime.kernel_injection.gated_mlp import Gated, GatedMlp, probe_gated
-from schedlang.runtime.kernel_injection.rope import FusedRope, Rotary, probe_rope
-from schedlang.runtime.lazy_logits.lazy import Head, LazyHead, probe_head, probe_held
-from schedlang.runtime.left import leave
-from schedlang.runtime.modes import outside
+from schedlang.runtime.kernel_injection.gated_mlp import GatedForm, GatedMlp, probe_gated
+from schedlang.runtime.kernel_injection.rope import FusedRope, RotaryForm, probe_rope
+from schedlang.runtime.kernel_injection.sdpa_attention import (
+    ModuleCall,
+    SdpaAttention,
+    match_attention,
+    replace_attention,
+)
+from schedlang.runtime.lazy_logits.lazy import Head, LazyHead, probe_head, probe_in_place_head
+from schedlang.runtime.modes import without_modes
 
 # -- norms -----------------------------------------------------------------------------------------
 
 
-class Normed:
-    """The layer that computes a module's norm by a kernel, from the module's own parameters.
+class FusedNorm:
+    """A layer that computes a module's norm by a kernel, with the module's own parameters.
 
-    With a gate a call without one is the module's own.
+    For a norm with a gate, calls without a gate run the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, norm: Norm) -> None:
+    def __init__(self, module: nn.Module, norm: NormForm) -> None:
         self.module, self.norm = module, norm
         self.kernel = norm.library or norm.kind
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Normalise the one input, or it and the gate; `inner` is not called then."""
+        """Normalise the only input, or the input and the gate; then `inner` is not called."""
         found, form, module = self.norm, self.norm.form, self.module
         gate: list[Tensor] = []
         if found.inputs:
-            x, *gate = _given(found.inputs, args, kwargs)
+            x, *gate = _two_arguments(found.inputs, args, kwargs)
             if not all(isinstance(t, Tensor) for t in (x, *gate)) or x.shape != gate[0].shape:
                 why = "it needs a gate of the shape of the input"
-                leave(module, self.kernel, why, x=x, gate=gate[0])
+                note_declined(module, self.kernel, why, x=x, gate=gate[0])
                 return inner(*args, **kwargs)
         else:
             x = the_input(module, args, kwargs)
         if not found.library and x.shape[-1] > form.longest:
             rows = "with a gate its rows" if gate else "its rows"
             why = f"{rows} have at most {form.longest // form.groups} elements"
-            leave(module, self.kernel, why, x=x)
+            note_declined(module, self.kernel, why, x=x)
         compute: Callable[..., Tensor] = liger.norm if found.library else norm
         return compute(x, *found.vectors(module, x), form, *gate)
 
 
-def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the two arguments of a call by name; None where one is missing, or more are given."""
+def _two_arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Return the two arguments of a call by name; None for both unless exactly these are given."""
     given = dict(zip(names, args)) | kwargs
     known = len(args) <= len(names) and given.keys() <= set(names)
     return [given.get(name) if known else None for name in names]
 
 
 # -- match and replace -----------------------------------------------------------------------------
-# `match` judges a module by running a bare float64 copy of it and touches nothing; `replace` acts
-# on a built module.
+# `match` probes a module by running a bare float64 copy and changes nothing; `replace` changes a
+# built module.
 
 
-Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Rotary | Sums
+KernelMatch = (
+    NormForm
+    | SdpaAttention
+    | KernelAttention
+    | Head
+    | GatedForm
+    | GroupedForm
+    | RotaryForm
+    | AddNorms
+)
 
 
-def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
-    def probe(module: nn.Module, call: Call | None) -> Norm | Mismatch:
+def _norm_probe(kind: str) -> Callable[[nn.Module, ModuleCall | None], NormForm | Mismatch]:
+    def probe(module: nn.Module, call: ModuleCall | None) -> NormForm | Mismatch:
         found = probe_norm(module, gates=True)
         if not isinstance(found, Mismatch) and found.kind != kind:
             return Mismatch(f"is a {found.kind}: `replace_kernel({found.kind})` fits")
@@ -96,65 +110,67 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return probe
 
 
-def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismatch]:
-    return lambda module, call: match_adapter(module, kernel, call)
+def _attention_probe(
+    kernel: str,
+) -> Callable[[nn.Module, ModuleCall | None], KernelAttention | Mismatch]:
+    return lambda module, call: match_kernel_attention(module, kernel, call)
 
 
-def _library(kernel: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
-    return lambda module, call: probe_named(module, kernel)
+def _library_probe(kernel: str) -> Callable[[nn.Module, ModuleCall | None], NormForm | Mismatch]:
+    return lambda module, call: probe_library_norm(module, kernel)
 
 
-KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
-    "rms_norm": _norm("rms_norm"),
-    "layer_norm": _norm("layer_norm"),
+KERNELS: Mapping[str, Callable[[nn.Module, ModuleCall | None], KernelMatch | Mismatch]] = {
+    "rms_norm": _norm_probe("rms_norm"),
+    "layer_norm": _norm_probe("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
-    "add_norm": lambda module, call: probe_sums(module),
+    "add_norm": lambda module, call: probe_add_norms(module),
     "rope": lambda module, call: probe_rope(module),
-    "cross_entropy": lambda module, call: probe_held(module),
+    "cross_entropy": lambda module, call: probe_in_place_head(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
-    **{name: _adapter(name) for name in ATTENTIONS},
-    **{name: _library(name) for name in LIBRARY},
+    **{name: _attention_probe(name) for name in ATTENTIONS},
+    **{name: _library_probe(name) for name in LIBRARY_KERNELS},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
 
-def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | Mismatch:
-    """Match `kernel` (of KERNELS) against `module`, or return the measured reason why it differs.
+def match(module: nn.Module, kernel: str, call: ModuleCall | None = None) -> KernelMatch | Mismatch:
+    """Match `kernel` (of KERNELS) against `module`; return what replaces it, or why it differs.
 
-    `call` is one example of the module's arguments, of any device or dtype; only shapes and integer
-    values are used.  Without it an attention is called by the common names of its parameters.  The
-    module may lie on the meta device.
+    `call` is an example of the module's arguments, on any device and in any dtype; only shapes and
+    integer values are used. Without it, an attention is called with its parameters' common names.
+    The module may be on the meta device.
     """
-    with outside():  # a proof computes everything in float64, and roundings would not show
+    with without_modes():  # without the modes of a proof: in float64, roundings would not show
         return KERNELS[kernel](module, call)
 
 
-def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
+def replace(module: nn.Module, found: KernelMatch, chunk: int = 0) -> None:
     """Let a built module compute with the kernel that `match` found for it, in place.
 
-    `chunk` are the bytes of logits that a head may hold at a time.
+    `chunk`: the bytes of logits that a head may hold at a time.
     """
-    install()  # of our operators on DTensors, for whoever splits what lies around
-    if isinstance(found, Attention):
+    register_rules()  # for DTensors: neighbours may be sharded
+    if isinstance(found, SdpaAttention):
         replace_attention(module, found)
-    elif isinstance(found, Adapted):
-        put_in(module, found.kernel, found.modules)
+    elif isinstance(found, KernelAttention):
+        install_attention(module, found.kernel, found.modules)
     elif isinstance(found, Head):
         wrap(module, "kernel", LazyHead(module, found, chunk))
     else:
         wrap(module, "kernel", LAYERS[type(found)](module, found))
 
 
-def cases_of(found: Found) -> list[Case]:
-    """Runs of the kernel itself, in the form found; none where the kernel is torch's own."""
-    return [] if isinstance(found, Attention) else [*found.cases()]
+def cases_of(found: KernelMatch) -> list[Case]:
+    """Return test cases of the kernel in the form found; none if the kernel is torch's own."""
+    return [] if isinstance(found, SdpaAttention) else [*found.cases()]
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
-    Norm: Normed,
-    Gated: GatedMlp,
+    NormForm: FusedNorm,
+    GatedForm: GatedMlp,
     GroupedForm: GroupedExperts,
-    Rotary: FusedRope,
-    Sums: FusedAddNorm,
+    RotaryForm: FusedRope,
+    AddNorms: FusedAddNorm,
 }

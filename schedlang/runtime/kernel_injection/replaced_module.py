@@ -1,8 +1,9 @@
-"""A module of the user's own in another's place; parameters keep their names and their values.
+"""Replace modules by modules of the user (`replace`); parameters keep their names and values.
 
-What takes the place holds the very parameters of what it replaces.  They have the same names in it,
-or it says which of them each of its own is made of; then the names of the replaced module stay, and
-its parts are handed on at each call, joined along their first dim where there are several.
+The replacement uses the parameters of the module that it replaces. Either both have the same
+parameter names, or the user gives a mapping from each new name to one or more old names. With a
+mapping, the old names stay in the model, and the parameters are passed to the replacement at each
+call, concatenated along dim 0 where there are several.
 """
 
 from __future__ import annotations
@@ -17,33 +18,37 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from schedlang.diagnostics.diagnostic import Refusal, quoted
-from schedlang.runtime.changed import on_same_storage
-from schedlang.runtime.tracing.meta import copy_with
+from schedlang.diagnostics.diagnostic import Refusal, quote_names
+from schedlang.runtime.parameter_changes import on_same_storage
+from schedlang.runtime.tracing.meta_runs import copy_with
 
-Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
+ParameterMapping = Mapping[
+    str, str | Sequence[str]
+]  # new name -> the old name, or names, that it is made of
 
 
 @dataclass(frozen=True)
-class Replace:
-    """The modules of these names are replaced by what `make` gives for each.
+class ReplaceModules:
+    """A change of a model: replace modules by what `make` gives for each.
 
-    `make` is a module, of which each place gets a copy, or a function of the module that stood
-    there; it gives a module, or a pair of one and its `Names`.
+    sites  names of the modules
+    name   name of the replacement, for messages
+    make   a module, copied for each site; or a function of the replaced module that returns a
+           module, or a pair of a module and its `ParameterMapping`
     """
 
     sites: tuple[str, ...]
     name: str
     make: Any
 
-    rewrites: ClassVar[bool] = True  # the original computes as it did: a proof is about this
+    rewrites: ClassVar[bool] = True  # a proof compares with the original without this change
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """The copy; it lies on the same storage."""
+        """Return the changed copy, on the same storage."""
         twin = copy_with(module, lambda name, old: on_same_storage(old), lambda tensor: tensor)
         for fqn in self.sites:
             old = twin.get_submodule(fqn)
-            new = fitted(fqn, old, self.name, self.make)
+            new = fit_replacement(fqn, old, self.name, self.make)
             for holder in twin.modules():
                 for local, child in list(holder._modules.items()):
                     if child is old:
@@ -52,7 +57,7 @@ class Replace:
 
 
 class BareParameters(nn.Module):
-    """Parameters under their names; what they compute stands elsewhere."""
+    """A module tree with parameters only, under their names, and no forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -62,65 +67,72 @@ class BareParameters(nn.Module):
             self.add_module(name, BareParameters(child))
 
 
-class Joined(BareParameters):
-    """A module whose parameters are made of those of the replaced one, whose names they keep."""
+class JoinedParameters(BareParameters):
+    """A replacement whose parameters are joined from those of the replaced module, under the old
+    names."""
 
-    def __init__(self, old: nn.Module, inner: nn.Module, names: Names) -> None:
+    def __init__(self, old: nn.Module, inner: nn.Module, names: ParameterMapping) -> None:
         super().__init__(old)
-        # no module of the tree: its own parameters have neither values nor names of their own.
-        # Last, for a child that it took over is emptied with it: the parameters are held by now
+        # not a child module: its own parameters have neither values nor names in the model. Last,
+        # because this also empties a child taken over from `old`, whose parameters are registered
+        # by now
         self.__dict__["inner"] = inner.to("meta")
         self.names = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The replacement's, on what it is made of."""
+        """Run the replacement on its joined parameters."""
         held = dict(self.named_parameters(remove_duplicate=False))
-        given = {own: _joined([held[name] for name in of]) for own, of in self.names.items()}
+        parameters = {
+            own: _concatenate([held[name] for name in of]) for own, of in self.names.items()
+        }
         inner = self.__dict__["inner"].train(self.training)
-        return functional_call(inner, given, args, kwargs)
+        return functional_call(inner, parameters, args, kwargs)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
-    """Make the replacement of a module, with its parameters; refuse (S881) a misfit."""
-    new, names = _made(fqn, old, name, make)
-    _same_call(fqn, old, new, name)
-    _adapted(new, old)
+def fit_replacement(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
+    """Make the replacement of a module, with its parameters; refuse (S881) one that does not
+    fit."""
+    new, names = _make_replacement(fqn, old, name, make)
+    _check_call(fqn, old, new, name)
+    _move_buffers(new, old)
     new.train(old.training)
     if names is not None:
-        return _renamed(fqn, old, new, names, name)
-    _same_names(
+        return _with_mapping(fqn, old, new, names, name)
+    _check_names(
         fqn, name, "parameter", _shapes(old.named_parameters), _shapes(new.named_parameters)
     )
     for key, parameter in old.named_parameters(remove_duplicate=False):
         owner, _, local = key.rpartition(".")
         new.get_submodule(owner)._parameters[local] = parameter
-    _buffers(fqn, name, old, new)
+    _take_buffers(fqn, name, old, new)
     return new
 
 
-def _made(fqn: str, old: nn.Module, name: str, make: Any) -> tuple[nn.Module, Names | None]:
+def _make_replacement(
+    fqn: str, old: nn.Module, name: str, make: Any
+) -> tuple[nn.Module, ParameterMapping | None]:
     if isinstance(make, nn.Module):
         return copy.deepcopy(make), None
     try:
         with torch.random.fork_rng(devices=[]):
             found = make(old)
-    except Exception as error:  # whatever the user's own code raises, told with its own words
-        said = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise misfit(fqn, name, f"its function raised `{said}`") from error
+    except Exception as error:  # the user's own code may raise anything; the message has its words
+        message = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise misfit_refusal(fqn, name, f"its function raised `{message}`") from error
     new, names = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(new, nn.Module):
-        raise misfit(fqn, name, f"its function returns {type(new).__name__}, not a module")
+        raise misfit_refusal(fqn, name, f"its function returns {type(new).__name__}, not a module")
     if new is old:
-        raise misfit(fqn, name, "its function returns the module that it should replace")
+        raise misfit_refusal(fqn, name, "its function returns the module that it should replace")
     return new, names
 
 
-def misfit(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
-    """S881."""
+def misfit_refusal(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
+    """Return the refusal S881."""
     return Refusal.of("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
 
 
@@ -128,45 +140,50 @@ def _shapes(named: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in named(remove_duplicate=False)}
 
 
-def _same_names(
+def _check_names(
     fqn: str, name: str, what: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
     missing, more = [n for n in old if n not in new], [n for n in new if n not in old]
     other = [n for n in old if n in new and old[n] != new[n]]
     notes = []
     if missing:
-        notes.append(f"it has no {what} {quoted(missing, 4)}")
+        notes.append(f"it has no {what} {quote_names(missing, 4)}")
     if more:
-        notes.append(f"it has a {what} {quoted(more, 4)}, which the model does not have")
+        notes.append(f"it has a {what} {quote_names(more, 4)}, which the model does not have")
     notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
     if notes:
         pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
         helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
-        raise misfit(fqn, name, *notes, helps=helps if what == "parameter" else ())
+        raise misfit_refusal(fqn, name, *notes, helps=helps if what == "parameter" else ())
 
 
-def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) -> nn.Module:
-    """The replacement, told what its parameters are made of; every one is used once."""
-    held = dict(old.named_parameters(remove_duplicate=False))
-    told = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
-    for key in held:
-        if not any(key in of for of in told.values()) and key in dict(new.named_parameters()):
-            told.setdefault(key, (key,))
-    used = [key for of in told.values() for key in of]
-    unknown = [key for key in used if key not in held]
+def _with_mapping(
+    fqn: str, old: nn.Module, new: nn.Module, names: ParameterMapping, name: str
+) -> nn.Module:
+    """Return the replacement with a mapping of names; each old parameter must be used once."""
+    old_parameters = dict(old.named_parameters(remove_duplicate=False))
+    mapping = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
+    for key in old_parameters:
+        if not any(key in of for of in mapping.values()) and key in dict(new.named_parameters()):
+            mapping.setdefault(key, (key,))
+    used = [key for of in mapping.values() for key in of]
+    unknown = [key for key in used if key not in old_parameters]
     if unknown:
-        raise misfit(
-            fqn, name, f"its mapping names {quoted(unknown, 4)}, which the model does not have"
+        raise misfit_refusal(
+            fqn, name, f"its mapping names {quote_names(unknown, 4)}, which the model does not have"
         )
     kept = dict.fromkeys(used)
-    made = {own: _joined_shape([tuple(held[k].shape) for k in of]) for own, of in told.items()}
-    _same_names(fqn, name, "parameter", {k: 0 for k in held}, {k: 0 for k in kept})
-    _same_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
+    made = {
+        own: _joined_shape([tuple(old_parameters[k].shape) for k in of])
+        for own, of in mapping.items()
+    }
+    _check_names(fqn, name, "parameter", {k: 0 for k in old_parameters}, {k: 0 for k in kept})
+    _check_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
     if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
-        raise misfit(
+        raise misfit_refusal(
             fqn, name, "buffers cannot be renamed", helps=("use the same names for parameters",)
         )
-    return Joined(old, new, told).train(old.training)
+    return JoinedParameters(old, new, mapping).train(old.training)
 
 
 def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -176,33 +193,34 @@ def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *first[1:]) if first else first
 
 
-def _buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Move buffers of the state dict to the replacement; its other buffers stay its own."""
+def _take_buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
+    """Move buffers of the state dict to the replacement; its other buffers stay."""
     keys = [set(module.state_dict()) for module in (old, new)]
     have = [_shapes(module.named_buffers) for module in (old, new)]
     kept = [{k: v for k, v in b.items() if k in s} for b, s in zip(have, keys)]
-    _same_names(fqn, name, "buffer of the state dict", *kept)
+    _check_names(fqn, name, "buffer of the state dict", *kept)
     values = dict(old.named_buffers(remove_duplicate=False))
     for key in kept[0]:
         owner, _, local = key.rpartition(".")
         new.get_submodule(owner)._buffers[local] = values[key]
 
 
-def _adapted(new: nn.Module, old: nn.Module) -> None:
-    """Move the new module's buffers to the device of the parameters, and to float64 if they are."""
+def _move_buffers(new: nn.Module, old: nn.Module) -> None:
+    """Move the replacement's buffers to the parameters' device, and to float64 if the parameters
+    are."""
     first = next(old.parameters(), None)
     if first is None or first.is_meta:
         return
-    wide = first.dtype == torch.float64
+    is_float64 = first.dtype == torch.float64
     for module in new.modules():
         for local, buffer in module._buffers.items():
             if buffer is not None:
-                kind = torch.float64 if wide and buffer.is_floating_point() else buffer.dtype
+                kind = torch.float64 if is_float64 and buffer.is_floating_point() else buffer.dtype
                 module._buffers[local] = buffer.to(first.device, kind)
 
 
-def _same_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
-    """Refuse a new module whose forward cannot be called in the same words as the old one's."""
+def _check_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
+    """Refuse a replacement whose forward cannot be called with the old one's arguments."""
     before, after = _arguments(old), _arguments(new)
     kinds = inspect.Parameter
     rest = {p.kind for p in after.values()}
@@ -222,9 +240,9 @@ def _same_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
         if key not in before and after[key].default is kinds.empty:
             notes.append(f"its forward needs `{key}`, which the model does not pass")
     if notes:
-        said = ", ".join(str(p) for p in before.values())
-        raise misfit(
-            fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {said})`",)
+        signature = ", ".join(str(p) for p in before.values())
+        raise misfit_refusal(
+            fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {signature})`",)
         )
 
 

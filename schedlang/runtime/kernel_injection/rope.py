@@ -1,4 +1,4 @@
-"""Rotary embeddings by one kernel: find the functions that turn queries and keys; replace them."""
+"""Rotary embeddings by one kernel (`replace_kernel(rope)`): the probe and the layer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
-from schedlang.kernels.rope import Case, Form, reference, rope
+from schedlang.kernels.probe import TOLERANCE, Mismatch, relative_error
+from schedlang.kernels.rope import Case, Form, reference, rotate
+from schedlang.runtime.declined_calls import note_declined
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.forward import decorated, other_names
-from schedlang.runtime.left import leave
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.forward import change_innermost, with_globals
+from schedlang.runtime.modes import enter_modes
 
 # -- the probe -------------------------------------------------------------------------------------
-# A module's forward calls a function of its own file that turns queries and keys.  Which function
-# that is, and how it turns, is found by running the functions that the forward names; `_turning`
-# lets the kernel take its place.
+# A module's forward calls a function of its own file that rotates queries and keys. The probe runs
+# the functions that the forward names, to find this function and its form of rotation;
+# `_rotate_by_kernel` replaces it by the kernel.
 
 
 _SIZE, _TOKENS, _HEADS = 8, 5, (4, 3)
@@ -32,12 +32,15 @@ _ORDERS = {4: (("q", "k", "cos", "sin"),), 3: (("q", "cos", "sin"), ("q", "sin",
 
 @dataclass(frozen=True)
 class Rotation:
-    """One function that turns: its name, what its arguments are, and how it turns.
+    """One function that rotates: its name, its arguments, and its form of rotation.
 
-    `doubled`: there are half as many angles as numbers are turned.  `partial`: fewer numbers may be
-    turned than a head has.  `names` are its parameters, with the values of those it need not be
-    given; `second`: with `unsqueeze_dim=2` heads are the dim before the last; `flat`: tensors
-    without rows, [tokens, heads, size], are turned alike.
+    order     the arguments that it needs, in order
+    doubled   there are half as many angles as rotated numbers
+    partial   it can rotate fewer numbers than a head has
+    names     its parameters
+    defaults  the default values of the parameters after the needed ones
+    second    with `unsqueeze_dim=2`, heads are the dim before the last
+    flat      it also rotates tensors without rows: [tokens, heads, size]
     """
 
     name: str
@@ -52,13 +55,13 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """The functions of a module's forward that turn queries and keys."""
+class RotaryForm:
+    """The functions of a module's forward that rotate queries and keys."""
 
     rotations: tuple[Rotation, ...]
 
     def cases(self) -> list[Case]:
-        """Runs of the kernel in the forms that were found."""
+        """Return test cases of the kernel in these forms."""
         forms = dict.fromkeys(each.form for each in self.rotations)
         return [
             Case((2, 5, 3, 2, 16), dtype, 8 if index else 0, form)
@@ -67,14 +70,14 @@ class Rotary:
         ]
 
 
-def probe_rope(module: nn.Module) -> Rotary | Mismatch:
-    """The functions that turn, of those that a module's forward names; or why there are none."""
+def probe_rope(module: nn.Module) -> RotaryForm | Mismatch:
+    """Return the rotating functions that a module's forward names, or why there are none."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
-    tried = [_judged(name, function) for name, function in _functions(type(module).forward)]
+    tried = [_probe_function(name, function) for name, function in _functions(type(module).forward)]
     found = tuple(each for each in tried if isinstance(each, Rotation))
     if found:
-        return Rotary(found)
+        return RotaryForm(found)
     missed = [each for each in tried if isinstance(each, Mismatch)]
     nearest = min(
         missed, key=lambda each: each.error if each.error is not None else torch.inf, default=None
@@ -85,41 +88,41 @@ def probe_rope(module: nn.Module) -> Rotary | Mismatch:
 
 
 def _functions(forward: Any) -> Iterator[tuple[str, Any]]:
-    """Functions of the file that a forward names."""
+    """Yield the functions of the file that a forward names."""
     inner = inspect.unwrap(forward)
-    for name in dict.fromkeys(_named(inner.__code__)):
+    for name in dict.fromkeys(_names_in(inner.__code__)):
         value = inner.__globals__.get(name)
         if callable(value) and not isinstance(value, type | nn.Module):
             yield name, value
 
 
-def _named(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _named(const)
+            yield from _names_in(const)
 
 
-def _judged(name: str, function: Any) -> Rotation | Mismatch | None:
-    """Find how a function rotates; None if it does not take tensors like these at all."""
+def _probe_function(name: str, function: Any) -> Rotation | Mismatch | None:
+    """Return how a function rotates; None if it does not accept such tensors at all."""
     try:
         params = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # no signature: not written in Python
         return None
-    places = [p for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
-    needed = sum(p.default is p.empty for p in places)
+    positional = [p for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = sum(p.default is p.empty for p in positional)
     if needed not in _ORDERS or any(
         p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in params
     ):
         return None
-    names = tuple(p.name for p in places)
-    defaults = tuple(p.default for p in places[needed:])
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
+    names = tuple(p.name for p in positional)
+    defaults = tuple(p.default for p in positional[needed:])
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64):
         ran = [
             (order, heads, runs)
             for order in _ORDERS[needed]
             for heads in (1, 2)
-            if (runs := _runs(function, order, heads))
+            if (runs := _try_runs(function, order, heads))
         ]
         tried = [each for order, heads, runs in ran for each in _forms(name, order, heads, runs)]
     if not tried:
@@ -127,7 +130,7 @@ def _judged(name: str, function: Any) -> Rotation | Mismatch | None:
     error, best = min(tried, key=lambda pair: pair[0])
     if not error <= TOLERANCE:
         return Mismatch(f"calls `{name}`, which does not compute this rotation", error)
-    return _finished(function, replace(best, names=names, defaults=defaults))
+    return _complete(function, replace(best, names=names, defaults=defaults))
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class _Run:
     made: tuple[Tensor, ...]
 
 
-def _drawn(heads: int, angles: int, kind: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def _random_inputs(heads: int, angles: int, kind: torch.dtype = torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(angles)
 
     def normal(*shape: int) -> Tensor:
@@ -149,7 +152,7 @@ def _drawn(heads: int, angles: int, kind: torch.dtype = torch.float64) -> dict[s
     return {name: normal(*shape) for name, shape in zip(("q", "k"), shapes)} | tables
 
 
-def _called(function: Any, order: tuple[str, ...], given: Mapping[str, Tensor], **more: Any) -> Any:
+def _call(function: Any, order: tuple[str, ...], given: Mapping[str, Tensor], **more: Any) -> Any:
     made = function(*(given[name] for name in order), **more)
     made = made if isinstance(made, tuple | list) else (made,)
     wanted = [given[name].shape for name in order if name in ("q", "k")]
@@ -158,14 +161,14 @@ def _called(function: Any, order: tuple[str, ...], given: Mapping[str, Tensor], 
     return tuple(made)
 
 
-def _runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> list[_Run]:
-    """Run with as many angles as numbers, and with half as many; leave out what does not run."""
+def _try_runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> list[_Run]:
+    """Run with as many angles as numbers, and with half as many; skip runs that raise."""
     found = []
     for angles in (_SIZE, _SIZE // 2):
-        given = _drawn(heads, angles)
+        given = _random_inputs(heads, angles)
         try:
-            found.append(_Run(given, _called(function, order, given, **more)))
-        except Exception:  # it does not take tensors like these: other runs will tell
+            found.append(_Run(given, _call(function, order, given, **more)))
+        except Exception:  # it does not accept such tensors; the other run decides
             continue
     return found
 
@@ -173,7 +176,7 @@ def _runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> lis
 def _forms(
     name: str, order: tuple[str, ...], heads: int, runs: list[_Run]
 ) -> Iterator[tuple[float, Rotation]]:
-    """Every form of the kernel, with its distance from what a function gave."""
+    """Yield every form of the kernel, with its distance from the function's results."""
     for pairs, paired in ((False, False), (True, True), (True, False)):
         for own, doubled in ((True, False), (False, False), (False, True)):
             form = Form(pairs, paired, own, heads)
@@ -191,11 +194,12 @@ def _expected(given: Mapping[str, Tensor], order: tuple[str, ...], width: int, f
 
 def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> float:
     expected = _expected(run.given, order, width, form)
-    return max(relative(y, right) for y, right in zip(run.made, expected, strict=True))
+    return max(relative_error(y, right) for y, right in zip(run.made, expected, strict=True))
 
 
-def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
-    """Return the rotation with its gradients judged, and where it rounds; else a Mismatch."""
+def _complete(function: Any, found: Rotation) -> Rotation | Mismatch:
+    """Return the rotation with its gradients checked and its rounding determined, else a
+    Mismatch."""
     angles = _SIZE // (1 + found.doubled)
     try:
         error = _gradient_distance(function, found, angles)
@@ -211,24 +215,24 @@ def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
 
 
 def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:
-    given = _drawn(found.form.heads, angles)
+    given = _random_inputs(found.form.heads, angles)
     leaves = [given[name].requires_grad_() for name in found.order if name in ("q", "k")]
-    with ambient(Float64):
-        made = _called(function, found.order, given)
+    with enter_modes(Float64):
+        made = _call(function, found.order, given)
     right = _expected(given, found.order, _SIZE, found.form)
     sides = []
     for results in (made, right):
         total = torch.stack([(y * y.detach().cos()).sum() for y in results]).sum()
         sides.append(torch.autograd.grad(total, leaves, allow_unused=True))
-    return max(torch.inf if a is None else relative(a, b) for a, b in zip(*sides))
+    return max(torch.inf if a is None else relative_error(a, b) for a, b in zip(*sides))
 
 
 def _has_second(function: Any, found: Rotation) -> bool:
-    """Tell whether `unsqueeze_dim=2` moves the dim of heads."""
+    """Return whether `unsqueeze_dim=2` moves the dim of heads."""
     if "unsqueeze_dim" not in found.names or found.form.heads != 1:
         return False
-    with ambient(Float64):
-        runs = _runs(function, found.order, 2, unsqueeze_dim=2)
+    with enter_modes(Float64):
+        runs = _try_runs(function, found.order, 2, unsqueeze_dim=2)
     form = replace(found.form, heads=2)
     widths = [run.given["cos"].shape[-1] * (1 + found.doubled) for run in runs]
     errors = [_distance(run, found.order, width, form) for run, width in zip(runs, widths)]
@@ -236,30 +240,35 @@ def _has_second(function: Any, found: Rotation) -> bool:
 
 
 def _is_flat(function: Any, found: Rotation, angles: int) -> bool:
-    """Tell whether tensors without a dim of rows are rotated as those of one row."""
-    given = _drawn(found.form.heads, angles)
+    """Return whether tensors without rows are rotated like those of one row."""
+    given = _random_inputs(found.form.heads, angles)
     alone = {name: tensor[0] for name, tensor in given.items()}
     right = _expected(given, found.order, _SIZE, found.form)
     try:
-        with ambient(Float64):
-            made = _called(function, found.order, alone)
-    except Exception:  # it does not take them
+        with enter_modes(Float64):
+            made = _call(function, found.order, alone)
+    except Exception:  # it rejects them
         return False
-    return max(relative(y, x[0]) for y, x in zip(made, right)) <= TOLERANCE
+    return max(relative_error(y, x[0]) for y, x in zip(made, right)) <= TOLERANCE
 
 
 def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatch:
-    """The form that equals the function bit by bit in bfloat16, angles in it and in float32."""
-    low, wide = (_drawn(found.form.heads, angles, torch.bfloat16) for _ in range(2))
-    wide |= {name: wide[name].float() for name in ("cos", "sin")}
-    made = [_called(function, found.order, given) for given in (low, wide)]
+    """Return the rotation with the form that equals the function bit by bit in bfloat16.
+
+    Angles are tried in bfloat16 and in float32.
+    """
+    low, float32_angles = (
+        _random_inputs(found.form.heads, angles, torch.bfloat16) for _ in range(2)
+    )
+    float32_angles |= {name: float32_angles[name].float() for name in ("cos", "sin")}
+    made = [_call(function, found.order, given) for given in (low, float32_angles)]
     keeps = made[1][0].dtype == torch.bfloat16
     shares = {}
     for early in (True, False):
         form = replace(found.form, early=early, keeps=keeps)
         pairs = [
             pair
-            for ys, given in zip(made, (low, wide))
+            for ys, given in zip(made, (low, float32_angles))
             for pair in zip(ys, _expected(given, found.order, _SIZE, form))
         ]
         same = [float((y == right).double().mean()) for y, right in pairs]
@@ -275,8 +284,8 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
 
 
 # -- the layer -------------------------------------------------------------------------------------
-# A module runs its own forward with another function under the name of the one that turns: the
-# file, and all other modules, are left as they are.
+# A module runs its own forward, with another function under the name of the rotating function: the
+# file and all other modules do not change.
 
 
 class FusedRope:
@@ -284,11 +293,12 @@ class FusedRope:
 
     kernel = "rope"
 
-    def __init__(self, module: nn.Module, found: Rotary) -> None:
+    def __init__(self, module: nn.Module, found: RotaryForm) -> None:
         self.__setstate__({"module": module, "found": found})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies make a forward of their own: it notes what is left at the copied module."""
+        """Drop the changed forward: a copy makes its own, which records declined calls at the
+        copy."""
         return {"module": self.module, "found": self.found}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,18 +306,18 @@ class FusedRope:
         forward: Any = type(self.module).forward
         space = inspect.unwrap(forward).__globals__
         turning = {
-            each.name: _turning(space[each.name], each, self.module)
+            each.name: _rotate_by_kernel(space[each.name], each, self.module)
             for each in self.found.rotations
         }
-        self.forward = decorated(forward, partial(other_names, named=turning))
+        self.forward = change_innermost(forward, partial(with_globals, named=turning))
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's class's forward; `inner`, which is the same, is not called."""
+        """Run the changed forward of the module's class; `inner` is not called."""
         return self.forward(self.module, *args, **kwargs)
 
 
-def _turning(original: Any, found: Rotation, module: nn.Module) -> Callable[..., Any]:
-    """The kernel under the signature of the function; that function for what it does not take."""
+def _rotate_by_kernel(original: Any, found: Rotation, module: nn.Module) -> Callable[..., Any]:
+    """Return a function like `original` that runs the kernel, and `original` for declined calls."""
     needed = len(found.order)
     usual = dict(zip(found.names[needed:], found.defaults))
 
@@ -323,12 +333,12 @@ def _turning(original: Any, found: Rotation, module: nn.Module) -> Callable[...,
         if flat:
             tensors = {n: t[None] if isinstance(t, Tensor) else t for n, t in tensors.items()}
         why = f"it does not support the argument `{foreign[0]}`" if foreign else ""
-        why = why or _unfit(found, form, **tensors)
+        why = why or _decline_reason(found, form, **tensors)
         if why:
-            leave(module, "rope", why, **tensors)
+            note_declined(module, "rope", why, **tensors)
             return original(*args, **kwargs)
         width = tensors["cos"].shape[2] * (1 + found.doubled)
-        made = rope(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
+        made = rotate(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
         if not flat:
             return made
         return tuple(y[0] for y in made) if isinstance(made, tuple) else made[0]
@@ -336,29 +346,32 @@ def _turning(original: Any, found: Rotation, module: nn.Module) -> Callable[...,
     return turn
 
 
-def _unfit(
+def _decline_reason(
     found: Rotation, form: Form, q: Any = None, k: Any = None, cos: Any = None, sin: Any = None
 ) -> str:
-    """Say why the kernel does not take these tensors; empty where it does; S871 where it cannot."""
-    lines, tables = (q,) if "k" not in found.order else (q, k), (cos, sin)
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in lines):
+    """Return why the kernel declines these tensors; "" if it accepts them.
+
+    Raises Refusal S871 for angles that need a gradient.
+    """
+    queries_keys, tables = (q,) if "k" not in found.order else (q, k), (cos, sin)
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in queries_keys):
         return "it takes queries and keys of shape [rows, heads, tokens, head_dim]"
     if not all(isinstance(t, Tensor) and t.dim() == 3 for t in tables):
         return "it takes cosines and sines of shape [rows or 1, tokens, angles]"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tables):
-        raise _learned(found.name)
+        raise _gradient_refusal(found.name)
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
-    # sizes may be symbols here, which torch.compile compares rightly only one by one
+    # torch.compile may have symbolic sizes here, which it compares correctly only one by one
     if not all(
         x.shape[0] == rows
         and x.shape[3 - form.heads] == tokens
         and x.shape[3] == size
         and x.dtype == q.dtype
-        for x in lines
+        for x in queries_keys
     ):
         return "queries and keys must have the same dtype, rows, tokens and head_dim"
-    alike = all(a == b for a, b in zip(cos.shape, sin.shape))
-    if not alike or not (cos.shape[0] == 1 or cos.shape[0] == rows) or cos.shape[1] != tokens:
+    same_shape = all(a == b for a, b in zip(cos.shape, sin.shape))
+    if not same_shape or not (cos.shape[0] == 1 or cos.shape[0] == rows) or cos.shape[1] != tokens:
         return "cosines and sines must have the same shape, with all tokens"
     width = cos.shape[2] * (1 + found.doubled)
     if width != size and not (found.partial and width < size and width % 2 == 0):
@@ -366,7 +379,7 @@ def _unfit(
     return ""
 
 
-def _learned(name: str) -> Refusal:
+def _gradient_refusal(name: str) -> Refusal:
     return Refusal.of(
         "S871",
         f"the angles of `{name}` need a gradient",

@@ -1,4 +1,4 @@
-"""The process that local ranks are forked from, and what a rank does: wait for jobs, run them."""
+"""The server process that local ranks are forked from, and the loop of a rank that runs jobs."""
 
 from __future__ import annotations
 
@@ -21,70 +21,66 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from schedlang.garbage_collection import collect_less_often
 from schedlang.ir.modelfile import module_of
-from schedlang.runtime.launch import pickled
-from schedlang.runtime.launch.frames import in_one_piece
-from schedlang.uncollected import seldom
+from schedlang.runtime.launch import pickling
+from schedlang.runtime.launch.frames import call_in_one_piece
 
-# ---- What ranks would import one by one while they run a program, imported once before the
-# forks.
-# Named are files that import the rest: the program with torch's DTensor, FSDP and checkpoints,
-# what sharding, recomputation and offloading run, and dynamo, which torch's optimizers and its
-# checkpoint import at their first call.  None of them starts a thread: forking after that
-# deadlocks.
+# ---- Modules that ranks need to run a program, imported once before the forks. Listed are files
+# that import the rest: the program with torch's DTensor, FSDP and checkpoints; sharding,
+# recomputation and offloading; and dynamo, which torch's optimizers and its checkpoint import at
+# their first call. None of them starts a thread: a fork after that would deadlock.
 
 
-BASE = ("torch", "torch.distributed", "cloudpickle")
-PROGRAMS = (
+BASE_MODULES = ("torch", "torch.distributed", "cloudpickle")
+PROGRAM_MODULES = (
     "schedlang.passes.lower.build",
     "schedlang.runtime.program",
-    "schedlang.runtime.propagation.narrowed",
+    "schedlang.runtime.propagation.argument_shards",
     "schedlang.runtime.fusion.fuse",
-    "schedlang.runtime.offload.saved_tensors",
+    "schedlang.runtime.offload.offloaded_activations",
     "schedlang.runtime.activation_memory.recompute",
     "schedlang.runtime.activation_memory.quantized",
-    "schedlang.runtime.moe.choices",
-    "schedlang.runtime.sharding.leaf",
-    "schedlang.runtime.pipeline.arguments",
+    "schedlang.runtime.moe.discrete_choices",
+    "schedlang.runtime.sharding.sharded_layer",
+    "schedlang.runtime.pipeline.argument_templates",
     "schedlang.runtime.grad_reduction.batch_statistics",
     "schedlang.runtime.initial.sources",
-    "numpy.ma",  # by numpy's `unique`, at its first call
+    "numpy.ma",  # imported by numpy's `unique` at its first call
     "torch._dynamo",
 )
-_PASSES = "schedlang.passes."  # a job that names one of these will build a program
+_PASSES = "schedlang.passes."  # a job that names such a module will build a program
 
 
-def wanted(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules that a server imports where these are named: them, and what programs need."""
+def modules_to_import(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the modules that a server imports for these names: they, and what programs need."""
     named = tuple(names)
-    return named + PROGRAMS * any(name.startswith(_PASSES) for name in named)
+    return named + PROGRAM_MODULES * any(name.startswith(_PASSES) for name in named)
 
 
-# ---- The process that local ranks are forked from, and what a rank does: wait for jobs and run
-# them.
-# The server imports torch and what else is named once, runs nothing with it (forking after threads
-# have started deadlocks), and forks a rank whenever it is told to. It is an interpreter of its own,
-# or a fork of a command that has done no more than import. It owns the ranks: it alone
-# kills and reaps them, each with all processes that it started, and ends with them when its parent
-# ends, for whatever reason.
+# ---- The server process, and the loop of a rank. The server imports torch and the named modules
+# once, runs nothing with them (a fork after threads have started would deadlock), and forks a rank
+# on request. The server is a new interpreter, or a fork of a command that has only imported
+# modules. It alone kills and reaps its ranks, each with all processes that it started, and ends
+# with them when its parent ends, for any reason.
 
 
-__runs_ranks__ = True  # no line of a user's stands above a rank's own function
+__runs_ranks__ = True  # marks that no frame of user code is above a rank's function
 HEADER = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
-# what a rank says when it is another that failed
+# errors of a rank that are caused by another rank's failure
 _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|connectFullMesh|gloo", re.M
 )
 
 
 def send(sock: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    """Write one framed message, pickled; `fds` go along with its first byte."""
+    """Send one framed message, pickled; `fds` are sent with its first byte."""
     send_bytes(sock, pickle.dumps(message), fds)
 
 
 def send_bytes(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
-    """Write one framed message that is pickled already."""
+    """Send one framed message that is pickled already."""
     header = HEADER.pack(len(data))
     if fds:
         socket.send_fds(sock, [header], fds)
@@ -94,15 +90,15 @@ def send_bytes(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> Non
 
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]]:
-    """Read one framed message and the descriptors with it; EOFError at the end."""
+    """Receive one framed message and its file descriptors; raises EOFError at the end."""
     head, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1)
-    head += _exactly(sock, HEADER.size - len(head)) if head else b""
+    head += _receive_exactly(sock, HEADER.size - len(head)) if head else b""
     if not head:
         raise EOFError
-    return pickle.loads(_exactly(sock, HEADER.unpack(head)[0])), list(fds)
+    return pickle.loads(_receive_exactly(sock, HEADER.unpack(head)[0])), list(fds)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         chunk = sock.recv(min(size - len(data), 1 << 20))
@@ -116,15 +112,15 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def can_fork() -> bool:
-    """Whether a server may be forked from this process: on Linux, while it has a single thread.
+    """Return whether a server may be forked from this process: on Linux, with a single thread.
 
-    A fork has no other thread, but the locks that these hold: those of torch's own are for ever.
+    A fork has no other threads, but their locks: those of torch would stay locked forever.
     """
     return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
 
 
-class Forked:
-    """A server forked from this process, asked as a `Popen` is."""
+class ForkedServer:
+    """A server forked from this process, with the interface of a `Popen`."""
 
     def __init__(
         self,
@@ -138,16 +134,16 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                os.setsid()  # an interrupt at the terminal is for the parent alone
+                os.setsid()  # an interrupt at the terminal is for the parent only
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                ours.close()  # else its end is never seen
+                ours.close()  # else its end is never noticed
                 main(theirs.detach(), preload, files, scratch)
             finally:
-                os._exit(0)  # without what the parent does at its exit
+                os._exit(0)  # without the parent's exit handlers
         self._ended = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -156,7 +152,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended; raises subprocess.TimeoutExpired."""
+        """Wait for the end, and return the exit code; raises subprocess.TimeoutExpired."""
         if self.poll() is None and not select.select([self._ended], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
         code = self.poll()
@@ -164,43 +160,43 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Serving:
-    """Whether this process is the server, or a rank that it forked."""
+class ServerProcess:
+    """Whether this process is the server, or a rank forked from it."""
 
-    here = False
+    is_server = False
 
 
 def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
-    """Serve on an inherited socket until its other end is closed or the parent is gone."""
-    Serving.here = True
-    seldom()  # ranks do, and behind each job they look for all of it
+    """Serve on an inherited socket until its other end is closed or the parent has ended."""
+    ServerProcess.is_server = True
+    collect_less_often()  # collect garbage rarely; ranks do a full collection after each job
     control = socket.socket(fileno=control_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    imported(preload, files)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    import_modules(preload, files)
     alive: dict[int, int] = {}
     try:
         _serve(control, alive)
     except (EOFError, OSError):
-        pass  # the parent is gone
+        pass  # the parent has ended
     finally:
         _kill(alive)
-        shutil.rmtree(scratch, ignore_errors=True)  # a parent that was killed cannot
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed parent cannot do this
 
 
-def imported(names: Sequence[str], files: Mapping[str, str]) -> None:
-    """Import what ranks need, and keep the collector from all that is there, for good."""
-    gc.disable()  # imports leave next to no garbage, and it would look at all of them
-    with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
+def import_modules(names: Sequence[str], files: Mapping[str, str]) -> None:
+    """Import modules that ranks need, and exclude all present objects from garbage collection."""
+    gc.disable()  # imports leave nearly no garbage, and collections would scan all objects
+    with contextlib.suppress(Exception):  # a rank that needs it will report the error
         load_files(files)
-    for name in wanted(names):
+    for name in modules_to_import(names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # keep the collector from touching, and so copying, what the ranks share
+    gc.freeze()  # a collection would touch, and so copy, memory that ranks share
     gc.enable()
 
 
@@ -220,7 +216,7 @@ def _serve(control: socket.socket, alive: dict[int, int]) -> None:
             continue
         message, fds = receive(control)
         if message[0] == "import":
-            imported(message[1], message[2])
+            import_modules(message[1], message[2])
             continue
         if message[0] == "kill":
             _kill(alive)
@@ -230,14 +226,14 @@ def _serve(control: socket.socket, alive: dict[int, int]) -> None:
         _, rank, log = message
         pid = os.fork()
         if pid == 0:
-            _become_rank(rank, log, fds[0], (control.fileno(), wake_r, wake_w))
+            _run_rank(rank, log, fds[0], (control.fileno(), wake_r, wake_w))
         os.close(fds[0])
         alive[pid] = rank
         send(control, ("pid", rank, pid))
 
 
 def _reap(alive: dict[int, int], control: socket.socket, wait: bool = False) -> None:
-    """Collect dead ranks, end what they started, and tell the parent."""
+    """Collect dead ranks, kill the processes that they started, and tell the parent."""
     for pid, rank in list(alive.items()):
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG))
         if info is not None:
@@ -248,30 +244,31 @@ def _reap(alive: dict[int, int], control: socket.socket, wait: bool = False) -> 
 
 
 def _kill(alive: Mapping[int, int]) -> None:
-    for pid in alive:  # not reaped yet, so the number is still theirs
+    for pid in alive:  # not reaped yet, so the pid is still theirs
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # it may not have become the leader of its group yet
+            os.kill(pid, signal.SIGKILL)  # it may not be the leader of its group yet
 
 
 # ---- a rank --------------------------------------------------------------------------------------
 
 
-class Kept:
-    """The number of modules imported when what lives here was last kept from the collector."""
+class FrozenModules:
+    """The number of imported modules when objects were last frozen."""
 
     modules = 0
 
 
 class Outbox:
-    """The receiver of `progress` of this process; None outside a rank."""
+    """The function that sends the `report_progress` messages of this process; None outside a
+    rank."""
 
     tell: Callable[[object], None] | None = None
 
 
-def progress(message: object = None) -> None:
-    """Tell the parent of this rank that it got on, and what it did; nothing outside a rank."""
+def report_progress(message: object = None) -> None:
+    """Send a message of progress to the parent of this rank; do nothing outside a rank."""
     if Outbox.tell is not None:
         Outbox.tell(message)
 
@@ -288,7 +285,7 @@ def load_files(files: Mapping[str, str]) -> None:
                 raise
 
 
-def _become_rank(rank: int, log: str, fd: int, close: Sequence[int]) -> None:
+def _run_rank(rank: int, log: str, fd: int, close: Sequence[int]) -> None:
     code = 1
     try:
         _detach(close)
@@ -304,7 +301,7 @@ def _become_rank(rank: int, log: str, fd: int, close: Sequence[int]) -> None:
             except (EOFError, OSError):
                 code = 0
                 break
-            _work(sock, rank, *job)
+            _run_job(sock, rank, *job)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -325,10 +322,10 @@ def _detach(close: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> None:
-    """Run one job; write its result, or send its error as text and, if it can be sent, itself.
+def _run_job(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> None:
+    """Run one job; write its result to a file, or send its error as text, and pickled if possible.
 
-    What is large goes by files: through a socket it would be copied from buffer to buffer.
+    Large data goes through files: a socket would copy it from buffer to buffer.
     """
     try:
         sys.path[:] = setup["path"]
@@ -337,20 +334,21 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> 
         _join(rank, world, setup["store"], setup["threads"])
         from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 
-        number_hooks_from(setup["hooks"])  # those that the model brings have lower ones
+        number_hooks_from(setup["hooks"])  # hooks of received modules have lower numbers
         with open(setup["job"], "rb") as file:
             fn, args = pickle.load(file)
         send(sock, ("progress", None))
-        result = in_one_piece(fn, *args)
+        result = call_in_one_piece(fn, *args)
         with open(made := f"{setup['job']}.{rank}", "wb") as file:
-            pickled.dump(result, file)
+            pickling.dump(result, file)
         send(sock, ("done", made))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = is_consequence(error)
         try:
-            itself = pickled.dumps(error)
-        except Exception:  # an error may hold what cannot be sent: its text goes alone
+            itself = pickling.dumps(error)
+        # an error may contain objects that cannot be pickled: then only its text is sent
+        except Exception:
             itself = b""
         send(sock, ("error", text, consequence, itself))
     else:
@@ -358,20 +356,20 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> 
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error of a rank comes of another rank's, as far as it tells."""
+    """Return whether an error of a rank seems to be caused by another rank's."""
     of_others = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
-    return of_others or bool(getattr(error, "consequence", False))  # it says so
+    return of_others or bool(getattr(error, "consequence", False))  # marked as a consequence
 
 
 def _join(rank: int, world: int, store: str, threads: int) -> None:
-    """A process group of gloo over a file, without a port to agree on."""
+    """Join a gloo process group by a file, without a port."""
     import torch
 
     from schedlang.runtime.comm import agreement
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    # all ranks are local: names of the machine need not resolve
+    # all ranks are local: the host name need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
@@ -381,12 +379,12 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
 
 def _leave() -> None:
     from schedlang.runtime.comm import agreement
-    from schedlang.runtime.launch import record
+    from schedlang.runtime.launch import rank_record
 
-    record.end()
+    rank_record.end_record()
     with contextlib.suppress(RuntimeError):
-        agreement.leave()
+        agreement.leave_world()
     gc.collect()
-    if len(sys.modules) != Kept.modules:  # what was imported stays: it is not walked again
-        Kept.modules = len(sys.modules)
+    if len(sys.modules) != FrozenModules.modules:  # imported modules stay: do not scan them again
+        FrozenModules.modules = len(sys.modules)
         gc.freeze()

@@ -1,4 +1,4 @@
-"""A warm pool of local gloo ranks: started once, used for many jobs, and never left behind."""
+"""A pool of warm local ranks with gloo: started once, used for many jobs, and always cleaned up."""
 
 from __future__ import annotations
 
@@ -25,73 +25,73 @@ from pathlib import Path
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.modelfile import Importing
+from schedlang.ir.modelfile import ImportState
 from schedlang.runtime.adapters.hook_numbers import next_hook_number
-from schedlang.runtime.adapters.torch_attention import let_kernels_travel
-from schedlang.runtime.launch import forkserver, pickled
-from schedlang.runtime.launch.forkserver import BASE, progress
-from schedlang.runtime.launch.job import (
+from schedlang.runtime.adapters.torch_attention import make_kernel_names_picklable
+from schedlang.runtime.launch import forkserver, pickling
+from schedlang.runtime.launch.forkserver import BASE_MODULES, report_progress
+from schedlang.runtime.launch.rank_job import (
     Hang,
-    Job,
-    Rank,
     RankDied,
-    account,
-    current,
-    doubt,
-    judge,
-    stacks,
-    unpickled,
+    RankJob,
+    RankProcess,
+    check_progress,
+    current_limit,
+    describe_end,
+    raise_failure,
+    stacks_of_ranks,
+    unpickle_error,
 )
 
-# ---- Temporary folders of a process, and the sweep of those that killed ones have left.
+# ---- Temporary folders of a process, and removal of those that killed processes have left.
 
 
 PREFIX = "schedlang-"
-_LOCK = ".lock"  # held by the process whose folder it is, for as long as it lives
+_LOCK = ".lock"  # locked by the process that owns the folder, as long as it lives
 
 
-def made() -> tuple[Path, int]:
-    """A new temporary folder, and what keeps it: a descriptor that is open while it is used.
+def make_folder() -> tuple[Path, int]:
+    """Make a new temporary folder; return it and a descriptor that is open while it is used.
 
-    It gets its name only once it is locked, so that no other process takes it for left behind.
+    The folder gets its name only once it is locked, so that no other process removes it.
     """
-    sweep()
+    remove_abandoned()
     first = Path(tempfile.mkdtemp(prefix="." + PREFIX))
-    kept = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    _locked(kept)
+    lock = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    _try_lock(lock)
     folder = first.with_name(PREFIX + secrets.token_hex(6))
     first.rename(folder)
-    return folder, kept
+    return folder, lock
 
 
 @contextlib.contextmanager
-def temporary() -> Iterator[str]:
-    """A folder that is gone afterwards, at the latest when the next one is made."""
-    folder, kept = made()
+def temporary_folder() -> Iterator[str]:
+    """Yield a folder that is removed afterwards, at the latest when the next one is made."""
+    folder, lock = make_folder()
     try:
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(kept)
+        os.close(lock)
 
 
-def sweep() -> None:
-    """Remove the folders of processes of this user that were killed."""
+def remove_abandoned() -> None:
+    """Remove the folders of killed processes of this user."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
         folder = lock.parent
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            held = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if _locked(held):
+                if _try_lock(descriptor):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
-    """Take the lock, if nobody has it."""
+def _try_lock(descriptor: int) -> bool:
+    """Take the lock, if no process has it; return whether it was taken."""
     import fcntl
 
     try:
@@ -101,63 +101,61 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-# ---- A warm pool of local gloo ranks: started once, used for many jobs, and never left behind.
-#     pool = Pool()
-#     results = pool.run(function, 4, argument, ...)          # function(argument, ...) on 4 ranks
-#
-# The ranks are forked by a server that has torch imported (forkserver), functions and arguments
-# travel by cloudpickle (closures and `__main__` included), and rendezvous is a file, so that no
-# port is needed.
+# ---- A pool of warm local ranks. The ranks are forked by a server that has torch imported
+# (forkserver); functions and arguments are sent by cloudpickle (closures and `__main__` included);
+# and rendezvous is a file, so that no port is needed.
 
 
-__all__ = ["Hang", "Pool", "RankDied", "progress"]
+__all__ = ["Hang", "Pool", "RankDied", "report_progress"]
 
-_TICK = 0.25  # seconds between two looks at the ranks
-Server = subprocess.Popen[bytes] | forkserver.Forked
+_TICK = 0.25  # seconds between two checks of the ranks
+Server = subprocess.Popen[bytes] | forkserver.ForkedServer
 
 
 class Pool:
-    """Local ranks, started when first needed and again after a failure.
+    """Local ranks, started at the first job and again after a failure.
 
-    `preload` are modules imported before the ranks are forked, besides those that the first job
-    names; `files` maps module names to files that cannot be imported by name, such as a model file.
-    A command that has run nothing lets the server be `forked` from it, so that nothing is imported
-    twice; so it is where this process has one thread, on Linux.
+    preload  modules imported before the ranks are forked, besides those named by the first job
+    files    module name -> a file that cannot be imported by name, such as a model file
+    forked   a command that has run nothing yet lets the server be forked from its process, so that
+             nothing is imported twice; only on Linux, for a process with one thread
     """
 
     def __init__(
         self,
-        preload: Sequence[str] = BASE,
+        preload: Sequence[str] = BASE_MODULES,
         files: Mapping[str, str | Path] | None = None,
         *,
         forked: bool = False,
     ) -> None:
-        if forkserver.Serving.here or Importing.now:  # each would start the next one, without end
+        # each rank would start the next pool, without end
+        if forkserver.ServerProcess.is_server or ImportState.active:
             raise Refusal(_started_by_ranks())
         self.files: dict[str, str] = {}
-        self._scratch, kept = made()  # stores, logs
+        self._scratch, kept = make_folder()  # for stores and logs
         weakref.finalize(self, os.close, kept)
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankProcess] = []
         self._jobs = 0
         self._lock = threading.Lock()
         self._note(files or {})
         self._start(tuple(preload), forked and forkserver.can_fork())
 
-    def know(self, files: Mapping[str, str | Path], *, here: bool = False) -> None:
-        """Let the server import more files, at once; ranks that run already do so at their job.
+    def import_files(self, files: Mapping[str, str | Path], *, here: bool = False) -> None:
+        """Let the server import more files now; running ranks import them at their next job.
 
-        Where they have been imported `here`, a server that was forked from this process, which has
-        still one thread, and that has no ranks yet gives way to another fork, which has them.
+        `here`: this process has imported the files. Then a server that was forked from this
+        process, and has no ranks yet, is replaced by a new fork that has them; this needs a process
+        with one thread.
         """
         self._note(files)
-        forked = isinstance(self._server, forkserver.Forked)
+        forked = isinstance(self._server, forkserver.ForkedServer)
         if here and forked and not self._ranks and forkserver.can_fork():
             self._control.close()
-            self._server.wait()  # it removes the folder that the next one works in
+            self._server.wait()  # it removes its folder, which the next server uses
             self._finalizer.detach()
             self._start(self._preload, forked=True)
             return
-        with contextlib.suppress(OSError):  # a server that is gone is started again by `run`
+        with contextlib.suppress(OSError):  # `run` restarts a dead server
             forkserver.send(self._control, ("import", (), self.files))
 
     def _note(self, files: Mapping[str, str | Path]) -> None:
@@ -167,22 +165,22 @@ class Pool:
         self._preload, self._owner = preload, os.getpid()
         self._scratch.mkdir(exist_ok=True)
         self._control, theirs = socket.socketpair()
-        told = preload, self.files, str(self._scratch)
+        setup = preload, self.files, str(self._scratch)
         if forked:
-            forkserver.imported(preload, {})  # for this process, which needs most of it, as well
-            self._server: Server = forkserver.Forked(self._control, theirs, *told)
+            forkserver.import_modules(preload, {})  # in this process, which needs most of it too
+            self._server: Server = forkserver.ForkedServer(self._control, theirs, *setup)
         else:
-            self._server = self._executed(theirs, *told)
+            self._server = self._executed(theirs, *setup)
         theirs.close()
-        self._inbox = Rank(-1, self._control, self._scratch / "server")
-        # the server ends when our end is closed, so this is all there is to tidy up
+        self._inbox = RankProcess(-1, self._control, self._scratch / "server")
+        # the server ends when our socket is closed, so no other cleanup is needed
         self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
 
     @staticmethod
     def _executed(
         theirs: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
     ) -> Server:
-        """A server in a new interpreter."""
+        """Start a server in a new interpreter."""
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from schedlang.runtime.launch import forkserver; "
@@ -192,7 +190,7 @@ class Pool:
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the terminal is for us alone
+            start_new_session=True,  # an interrupt at the terminal is for this process only
         )
 
     def close(self) -> None:
@@ -222,22 +220,23 @@ class Pool:
         RankDied with the failed rank's own error, Hang, or the Refusal that a rank raised; then all
         ranks are gone and the next call starts new ones.
 
-        `meanwhile` is called here once the ranks have begun, before anything that they say is
-        heard: what it raises ends them, and comes before any error of theirs.
+        `meanwhile` is called here once the ranks have begun, before their messages are read: an
+        exception in it ends the ranks, and is raised before any error of theirs.
         """
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
-        let_kernels_travel()
+        make_kernel_names_picklable()
         with self._lock:
-            blob = pickled.sent((fn, args))
-            job = Job(world, on_progress)
+            blob = pickling.dump_job((fn, args))
+            job = RankJob(world, on_progress)
             self._jobs += 1
             folder = self._scratch / str(self._jobs)
-            # Not in the folder, which goes while ranks may still leave: a FileStore that is let
-            # go of opens its file once more, and waits for hours if the folder of it has gone.
+            # Not in the folder, which is removed while ranks may still be leaving: a FileStore
+            # opens its file once more when it is dropped, and waits for hours if the file's folder
+            # is gone.
             store = folder.with_suffix(".store")
             setup: dict[str, Any] = {"path": sys.path, "files": self.files}
             setup |= {"store": str(store), "job": str(folder / "job")}
-            setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
+            setup |= {"environ": dict(environ or {}), "threads": threads_per_rank(world)}
             setup |= {"hooks": next_hook_number()}
             try:
                 self._grow(world, job, blob)
@@ -247,32 +246,32 @@ class Pool:
                     self._send(rank, pickle.dumps((world, setup)))
                 if meanwhile is not None:
                     meanwhile()
-                with _watching():
+                with _pause_limit():
                     self._watch(job, timeout, hang_after)
             except BaseException:
                 self._kill()
-                store.unlink(missing_ok=True)  # the last rank that leaves takes it away, else
+                store.unlink(missing_ok=True)  # else the last leaving rank removes it
                 raise
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             return [job.results[rank] for rank in range(world)]
 
-    def _grow(self, world: int, job: Job, blob: bytes) -> None:
-        """Fork ranks until there are enough; after a death between two jobs, all of them."""
+    def _grow(self, world: int, job: RankJob, blob: bytes) -> None:
+        """Fork ranks until there are enough; after a death between two jobs, fork all anew."""
         if self._server.poll() is not None:
             self._restart()
         while select.select([self._control], [], [], 0)[0]:
             self._hear_server(None)
         if any(rank.pid == 0 or not rank.open for rank in self._ranks):
             self._kill()
-        if len(self._ranks) < world:  # imported once in the server, not by each rank
+        if len(self._ranks) < world:  # imported once in the server, not in each rank
             forkserver.send(self._control, ("import", modules_of(blob), self.files))
         for number in range(len(self._ranks), world):
             ours, theirs = socket.socketpair()
             log = self._scratch / f"rank{number}.log"
             forkserver.send(self._control, ("fork", number, str(log)), [theirs.fileno()])
             theirs.close()
-            self._ranks.append(Rank(number, ours, log))
+            self._ranks.append(RankProcess(number, ours, log))
         while any(rank.pid == 0 for rank in self._ranks):
             self._hear_server(job)
 
@@ -284,14 +283,14 @@ class Pool:
         self._control.close()
         self._start(self._preload)
 
-    def _send(self, rank: Rank, data: bytes) -> None:
+    def _send(self, rank: RankProcess, data: bytes) -> None:
         try:
             forkserver.send_bytes(rank.sock, data)
         except ConnectionError:
-            rank.open = False  # the server will say how it died
+            rank.open = False  # the server will report how it died
 
-    def _hear_server(self, job: Job | None) -> bool:
-        """Take in what the server says; True once it confirms a kill."""
+    def _hear_server(self, job: RankJob | None) -> bool:
+        """Process the server's messages; return True once it confirms a kill."""
         killed = False
         messages = self._inbox.read()
         if not self._inbox.open:
@@ -304,20 +303,20 @@ class Pool:
             elif rank := self._known(message[1], message[2]):
                 rank.open, rank.pid = False, 0
                 if job and rank.rank < job.world and rank.rank not in job.results:
-                    job.fail(0, rank.rank, account(message[3], rank.log))
+                    job.fail(0, rank.rank, describe_end(message[3], rank.log))
         return killed
 
-    def _known(self, number: int, pid: int) -> Rank | None:
-        """The rank if this process is still the one that we mean."""
+    def _known(self, number: int, pid: int) -> RankProcess | None:
+        """Return the rank if its process is still the current one."""
         rank = self._ranks[number] if number < len(self._ranks) else None
         return rank if rank is not None and rank.pid == pid else None
 
-    def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
-        """Watch the ranks until all results are there; raise what went wrong."""
+    def _watch(self, job: RankJob, timeout: float | None, hang_after: float) -> None:
+        """Watch the ranks until all results are there; raise errors."""
         end, why = None if timeout is None else time.monotonic() + timeout, ""
-        limit = current()
+        limit = current_limit()
         if limit is not None and (end is None or limit.end < end):
-            end, why = limit.end, limit.why
+            end, why = limit.end, limit.message
         ranks = self._ranks[: job.world]
         job.begin()
         with selectors.DefaultSelector() as selector:
@@ -332,26 +331,30 @@ class Pool:
                         self._hear_rank(job, key.data)
                         if not key.data.open:
                             selector.unregister(key.data.sock)
-                judge(job)
+                raise_failure(job)
                 if end is not None and time.monotonic() > end:
-                    raise Hang(why or f"not finished after {timeout:g} s", stacks(job, ranks))
-                doubt(job, ranks, hang_after)
+                    raise Hang(
+                        why or f"not finished after {timeout:g} s", stacks_of_ranks(job, ranks)
+                    )
+                check_progress(job, ranks, hang_after)
 
-    def _hear_rank(self, job: Job, rank: Rank) -> None:
+    def _hear_rank(self, job: RankJob, rank: RankProcess) -> None:
         for kind, *what in rank.read():
-            job.moved, job.spent = time.monotonic(), None
+            job.last_progress, job.spent = time.monotonic(), None
             if kind == "done":
                 with open(what[0], "rb") as file:
                     job.results[rank.rank] = pickle.load(file)
             elif kind == "error":
-                cause = unpickled(what[2])
+                cause = unpickle_error(what[2])
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
-                job.moved = time.monotonic()  # ranks are not asked how long that took
+                job.last_progress = (
+                    time.monotonic()
+                )  # the time of the callback does not count as a hang
 
     def _kill(self) -> None:
-        """End all ranks, by the server, which waits until they are gone."""
+        """Let the server end all ranks and wait for their end."""
         try:
             forkserver.send(self._control, ("kill",))
             while not self._hear_server(None):
@@ -364,9 +367,9 @@ class Pool:
 
 
 @contextmanager
-def _watching() -> Iterator[None]:
-    """Leave the current limit, for the time of a block, to the watcher of the ranks."""
-    limit = current()
+def _pause_limit() -> Iterator[None]:
+    """Leave the current time limit, within the block, to the code that watches the ranks."""
+    limit = current_limit()
     if limit is None:
         yield
         return
@@ -377,10 +380,10 @@ def _watching() -> Iterator[None]:
         limit.watching = before
 
 
-def threads_each(world: int) -> int:
-    """The threads of each of so many ranks here: together as many as torch takes.
+def threads_per_rank(world: int) -> int:
+    """Return the threads of each of `world` local ranks: together as many as torch uses.
 
-    A world of one then takes just as many, and sums in the same order: the gradient of a norm
+    A world of one then uses the same number, and sums in the same order: the gradient of a norm
     differs in its last bit between numbers of threads.
     """
     torch = sys.modules.get("torch")
@@ -389,31 +392,31 @@ def threads_each(world: int) -> int:
 
 
 @contextmanager
-def threads_of_ranks(world: int) -> Iterator[None]:
-    """Compute with as many threads as each of so many ranks has; ranks that are started within have
-    as many as ever.
+def use_threads_of_ranks(world: int) -> Iterator[None]:
+    """Compute within the block with as many threads as each rank has; ranks started within are
+    unaffected.
 
-    The more threads share a sum, the shorter its chains of roundings, and the less its error.  And
-    threads that wait for the next sum do so actively, on the processors of whoever runs beside.
+    With fewer threads a sum has longer chains of roundings, so another error. And threads that wait
+    for the next sum spin on processors that other processes need.
     """
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_each(world))
-    taken = _threads.set(_threads.get() or before)
+    torch.set_num_threads(threads_per_rank(world))
+    token = _threads.set(_threads.get() or before)
     try:
         yield
     finally:
-        _threads.reset(taken)
+        _threads.reset(token)
         torch.set_num_threads(before)
 
 
-# what torch takes where nothing is shared out
+# torch's number of threads where none is set
 _threads: ContextVar[int | None] = ContextVar("_threads", default=None)
 
 
 def modules_of(blob: bytes) -> tuple[str, ...]:
-    """The modules imported here that a pickle names."""
+    """Return the modules imported in this process that a pickle names."""
     words = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
     return tuple(sorted(word for word in words if word in sys.modules and word != "__main__"))
 
@@ -440,8 +443,8 @@ def _end(control: socket.socket, server: Server, scratch: Path) -> None:
 _shared: Pool | None = None
 
 
-def shared() -> Pool:
-    """The pool of this process, started at the first call."""
+def shared_pool() -> Pool:
+    """Return the pool of this process, started at the first call."""
     global _shared
     if _shared is None or not _shared._finalizer.alive or _shared._owner != os.getpid():
         _shared = Pool()

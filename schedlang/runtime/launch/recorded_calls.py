@@ -1,4 +1,4 @@
-"""The functions of torch.distributed, each of which tells the record of this rank what it does."""
+"""Replacements for functions of torch.distributed that report to the record of this rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.adapters.torch_distributed import replaced
-from schedlang.runtime.comm.collectives import Group, listening
-from schedlang.runtime.launch.record import Op, Record
+from schedlang.runtime.adapters.torch_distributed import replace_functions
+from schedlang.runtime.comm.collectives import Group, listen_to_collectives
+from schedlang.runtime.launch.rank_record import Op, RankRecord
 
-# by the name of the function, what the field calls it
+# name of the function -> the name in reports
 COLLECTIVES = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -35,14 +35,14 @@ COLLECTIVES = {
 }
 MESSAGES = {"isend": "send", "send": "send", "irecv": "receive", "recv": "receive"}
 _FSDP = "_fsdp_param_group.py"
-_DEEP = 80  # frames that are looked at for whose sake something is sent
+_DEEP = 80  # frames that are searched for the module that communicates
 _OWN = frozenset({"wait", "_work", "_one", "_record"})
 
 
-class Waited(dist.Work):
-    """The handle of an operation: itself, but that waiting for it is told."""
+class RecordedWork(dist.Work):
+    """The handle of an operation that reports when it is waited for."""
 
-    def __init__(self, work: Any, one: Op, record: Record) -> None:
+    def __init__(self, work: Any, one: Op, record: RankRecord) -> None:
         super().__init__()
         self._work, self._one, self._record = work, one, record
 
@@ -50,39 +50,39 @@ class Waited(dist.Work):
         """See `Work.wait`."""
         if self._one.ended:
             return self._work.wait(*args, **kwargs)
-        since = self._record.wait(self._one)
+        since = self._record.begin_wait(self._one)
         done = self._work.wait(*args, **kwargs)
-        self._record.done(self._one, since)
+        self._record.end_operation(self._one, since)
         return done
 
     def __getattribute__(self, name: str) -> Any:
-        # the base class has all names, and knows nothing of them
+        # the base class defines all names, but only the wrapped work has their state
         plain = name in _OWN or name.startswith("__")
         found = self if plain else object.__getattribute__(self, "_work")
         return object.__getattribute__(self, name) if plain else getattr(found, name)
 
 
-class Calls:
-    """The stand-ins of one rank."""
+class RecordedFunctions:
+    """The replacements of one rank."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RankRecord) -> None:
         self.record, self._told = record, ""
         self._names: dict[Any, str] = {}
         self._plain = {name: getattr(dist, name) for name in MESSAGES}
 
     def listen(self, kind: str, group: Group, size: int) -> None:
-        """The runtime tells for whose sake it asks for the next collective."""
+        """Note the label of the next collective."""
         self._told = group.label if group.pg is not None else ""
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The stand-ins by the names of what they stand for."""
+        """Return the replacements by name."""
         made = {n: self._collective(n, op) for n, op in COLLECTIVES.items() if hasattr(dist, n)}
         made |= {name: self._message(name, op) for name, op in MESSAGES.items()}
         return {**made, "P2POp": self._paired(), "batch_isend_irecv": self._batch()}
 
     def _begin(self, op: str, group: Any, size: int, ends: tuple[int, int] | None = None) -> Op:
         whose, self._told = self._told or self._whose(sys._getframe(2)), ""
-        one = self.record.op(self._lane(group), op, whose, size, ends)
+        one = self.record.begin_operation(self._lane(group), op, whose, size, ends)
         one.backward = torch._C._current_graph_task_id() != -1
         one.beside = one.beside and not one.backward
         return one
@@ -95,13 +95,13 @@ class Calls:
         return self._names[group]
 
     def _run(self, one: Op, call: Callable[[], Any]) -> Any:
-        since = self.record.wait(one)
+        since = self.record.begin_wait(one)
         work = call()
-        if isinstance(work, dist.Work):  # whoever asked waits later, or not at all
+        if isinstance(work, dist.Work):  # the caller waits later, or not at all
             self.record.waiting -= not one.beside
             one.waits = False
-            return Waited(work, one, self.record)
-        self.record.done(one, since)
+            return RecordedWork(work, one, self.record)
+        self.record.end_operation(one, since)
         return work
 
     def _collective(self, name: str, op: str) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ class Calls:
         return run
 
     def _ends(self, op: str, peer: int | None, group: Any, more: Any) -> tuple[int, int]:
-        """The sender and the receiver; -1 for anyone."""
+        """Return sender and receiver; -1 for any."""
         if peer is None:
             place = more.get("group_dst" if op == "send" else "group_src")
             whole: Any = dist.group.WORLD if group is None else group
@@ -138,7 +138,7 @@ class Calls:
         return (mine, peer) if op == "send" else (peer, mine)
 
     def _paired(self) -> Callable[..., Any]:
-        """`P2POp`, which takes torch's own functions and no others."""
+        """Return `P2POp`, which accepts only torch's own functions."""
         plain = dist.P2POp
         own = {"isend": self._plain["isend"], "irecv": self._plain["irecv"]}
 
@@ -158,18 +158,19 @@ class Calls:
                 begun.append(self._begin(op, each.group, _bytes([each.tensor]), ends))
             works = plain([*ops])
             if len(works) == len(begun):
-                return [Waited(work, one, self.record) for work, one in zip(works, begun)]
-            for one in begun:  # all in one: the last is waited for
+                return [RecordedWork(work, one, self.record) for work, one in zip(works, begun)]
+            for one in begun:  # one handle for all: only the last operation is waited for
                 one.ended = one.began
             begun[-1].ended = 0.0
-            return [Waited(work, begun[-1], self.record) for work in works]
+            return [RecordedWork(work, begun[-1], self.record) for work in works]
 
         return run
 
-    # -- for whose sake ----------------------------------------------------------------------------
+    # -- the module that communicates
+    # -------------------------------------------------------------------
 
     def _whose(self, frame: FrameType | None) -> str:
-        """The module, or the parameters, that this is sent for: who calls knows it."""
+        """Return the module, or the parameters, that communicate, by the frames of the callers."""
         for _ in range(_DEEP):
             if frame is None:
                 break
@@ -179,7 +180,7 @@ class Calls:
         return ""
 
     def _of_sums(self, frame: FrameType) -> str:
-        """The parameters of a sum of gradients, or the module of a unit of fully_shard."""
+        """Return the parameters of a gradient reduction, or the module of a fully_shard unit."""
         code = frame.f_code
         if code.co_filename.endswith(_FSDP):
             return str(getattr(frame.f_locals.get("self"), "_module_fqn", None) or "")
@@ -192,7 +193,7 @@ class Calls:
 
 
 def _bytes(given: Sequence[Any]) -> int:
-    """The bytes of the largest tensor: the whole one, of which ranks hold or get parts."""
+    """Return the bytes of the largest tensor: the full one, of which ranks have or get shards."""
     sizes = [one.numel() * one.element_size() for one in given if isinstance(one, Tensor)]
     return max(sizes, default=0)
 
@@ -200,9 +201,9 @@ def _bytes(given: Sequence[Any]) -> int:
 _replaced = ExitStack()
 
 
-def tell(record: Record) -> None:
-    """Have torch.distributed tell this record from now on, and no other."""
+def record_calls(record: RankRecord) -> None:
+    """Let torch.distributed report to this record from now on, and to no other."""
     _replaced.close()
-    calls = Calls(record)
-    _replaced.enter_context(replaced(calls.functions()))
-    _replaced.enter_context(listening(calls.listen))
+    calls = RecordedFunctions(record)
+    _replaced.enter_context(replace_functions(calls.functions()))
+    _replaced.enter_context(listen_to_collectives(calls.listen))

@@ -17,43 +17,44 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.kernels.device import autocast_to
-from schedlang.kernels.linear_cross_entropy import Case, Form, statistics, weighed
+from schedlang.kernels.kernel_device import autocast_dtype
+from schedlang.kernels.linear_cross_entropy import Case, Form, statistics, weighted_loss
 from schedlang.kernels.probe import (
     TOLERANCE,
     Mismatch,
     bare_copy,
-    gradients_apart,
-    relative,
-    rows_of,
+    gradients_distance,
+    random_rows,
+    relative_error,
 )
-from schedlang.runtime.adapters.torch_compile import follow_losses
+from schedlang.runtime.adapters.torch_compile import patch_loss_modules
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layer_of, the_input
 from schedlang.runtime.lazy_logits.vocab_parallel import (
-    StandIn,
-    as_torchs,
-    made_whole,
-    reduced,
+    LogitsStandIn,
+    reduce_losses,
+    to_full,
+    with_torch_signature,
 )
 
-Three = tuple[Tensor, Tensor, Tensor]
+Statistics = tuple[Tensor, Tensor, Tensor]
 
 
-class Part(NamedTuple):
-    """This rank's classes: `mine` from `first` on, of all `classes` over the ranks of a group.
+class LocalClasses(NamedTuple):
+    """This rank's classes: `own_classes` from `first` on, of all `classes` over the ranks of a
+    group.
 
-    Rows of the rank's weight beyond `mine` are padding.
+    Rows of the rank's weight beyond `own_classes` are padding.
     """
 
     first: int
-    mine: int
+    own_classes: int
     classes: int
     group: Group | None = None
 
     @classmethod
-    def of(cls, group: Group, width: int, classes: int) -> Part:
+    def of(cls, group: Group, width: int, classes: int) -> LocalClasses:
         """Return the classes of a rank of `group`; every rank holds `width` rows of the weight."""
         first = group.rank * width
         return cls(first, max(0, min(width, classes - first)), classes, group)
@@ -63,7 +64,7 @@ class _ReducedStatistics(torch.autograd.Function):
     """Combines the ranks' statistics of their classes into those of full rows: two all-reduces."""
 
     @staticmethod
-    def forward(ctx: Any, lse: Tensor, picked: Tensor, total: Tensor, group: Group) -> Three:
+    def forward(ctx: Any, lse: Tensor, picked: Tensor, total: Tensor, group: Group) -> Statistics:
         """Sum the exponentials over the ranks, shifted by the largest log-sum-exp."""
         largest = lse.clone()
         collectives.count("all-reduce", group, largest)
@@ -81,12 +82,12 @@ class _ReducedStatistics(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class LazyLogits(StandIn):
+class LazyLogits(LogitsStandIn):
     """Logits x @ weight.T + bias [..., classes] that are not computed, and later steps.
 
     `like` is an empty tensor of the current dtype.  `steps` repeat the steps; apart from casts they
     are cap * tanh(scale * z), or scale * z if `cap` is 0.  At most `budget` bytes of logits exist
-    at a time; `held`: all logits exist from the loss to its backward.
+    at a time; `in_place`: all logits exist from the loss to its backward.
 
     torch.compile traces this class, and returns it from graphs: therefore its fields are of types
     that torch.compile can construct, and the dataclass is not frozen.
@@ -95,14 +96,14 @@ class LazyLogits(StandIn):
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    part: Part
+    part: LocalClasses
     budget: int = 0
-    held: bool = False
+    in_place: bool = False
     like: Tensor = field(default_factory=lambda: torch.empty(0))
     scale: float = 1.0
     cap: float = 0.0
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    real: Tensor | None = None  # the logits once computed; may be written into
+    computed: Tensor | None = None  # the logits once computed; may be written into
 
     # -- attributes of a tensor --------------------------------------------------------------------
 
@@ -133,24 +134,24 @@ class LazyLogits(StandIn):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Return the logits as the head and the later steps compute them; computed once."""
-        if self.real is None:
+        if self.computed is None:
             z = F.linear(self.x, self.weight, self.bias)
             if self.part.group is not None:
                 z = collectives.gather(z, -1, self.part.group, consumers_differ=False)
                 z = z[..., : self.part.classes]
             for step in self.steps:
                 z = step(z)
-            self.real = z
-        return self.real
+            self.computed = z
+        return self.computed
 
     # -- steps that stay lazy ----------------------------------------------------------------------
 
     def _add_step(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
         """Record one more step, or apply it if the logits are computed already."""
-        if self.real is not None:
-            return step(self.real)
+        if self.computed is not None:
+            return step(self.computed)
         return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
 
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +159,7 @@ class LazyLogits(StandIn):
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
         if not factor:
-            return step(self.whole())
+            return step(self.full())
         if self.cap:
             return self._add_step(step, cap=self.cap * factor)
         return self._add_step(step, scale=self.scale * factor)
@@ -166,7 +167,7 @@ class LazyLogits(StandIn):
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
             return self._times(float(other), lambda z: z * other)
-        return self.whole() * other
+        return self.full() * other
 
     __rmul__ = __mul__
     mul = __mul__
@@ -174,40 +175,40 @@ class LazyLogits(StandIn):
     def __truediv__(self, other: Any) -> Any:
         if _is_number(other) and other:
             return self._times(1 / float(other), lambda z: z / other)
-        return self.whole() / other
+        return self.full() / other
 
     div = __truediv__
 
     def tanh(self) -> Any:
         """Apply Tensor.tanh; a second tanh computes the logits, as no kernel has two."""
-        return self.whole().tanh() if self.cap else self._add_step(torch.tanh, cap=1.0)
+        return self.full().tanh() if self.cap else self._add_step(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
         """Detach as Tensor.detach."""
         bias = None if self.bias is None else self.bias.detach()
-        if self.real is not None:
-            return self.real.detach()
+        if self.computed is not None:
+            return self.computed.detach()
         return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
 
     @property
-    def lines(self) -> Tensor:
+    def base(self) -> Tensor:
         """The inputs of the head: all recorded steps are elementwise."""
         return self.x
 
-    def with_lines(self, lines: Tensor) -> LazyLogits:
+    def with_base(self, lines: Tensor) -> LazyLogits:
         """Return the logits of other inputs of the head."""
         return replace(self, x=lines)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.whole()[index] = value
+        self.full()[index] = value
 
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
         """Return whether the fused loss can be used: the logits are not computed yet."""
-        return self.real is None
+        return self.computed is None
 
-    def statistics(self, target: Tensor, form: Form) -> Three:
+    def statistics(self, target: Tensor, form: Form) -> Statistics:
         """Return the statistics of full rows for the loss.
 
         `target` are indices among all classes, or negative.
@@ -216,38 +217,38 @@ class LazyLogits(StandIn):
         if part.group is None:
             return statistics(rows, self.weight, self.bias, target, form)
         local = target - part.first
-        local = torch.where((local >= 0) & (local < part.mine), local, -1)
-        if part.mine:
-            bias = None if self.bias is None else self.bias[: part.mine]
-            found = statistics(rows, self.weight[: part.mine], bias, local, form)
+        local = torch.where((local >= 0) & (local < part.own_classes), local, -1)
+        if part.own_classes:
+            bias = None if self.bias is None else self.bias[: part.own_classes]
+            found = statistics(rows, self.weight[: part.own_classes], bias, local, form)
         else:  # only padding: its sum of exponentials is 0
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
-        joined: Three = _ReducedStatistics.apply(*found, part.group)  # type: ignore[no-untyped-call]
+        joined: Statistics = _ReducedStatistics.apply(*found, part.group)  # type: ignore[no-untyped-call]
         return joined
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """Reduce as Tensor.logsumexp; over the classes, chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
-            return self.whole().logsumexp(dim, keepdim)
+            return self.full().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
-        # not `held`: besides the loss this would be a second tensor of logits
+        # not `in_place`: besides the loss this would be a second tensor of logits
         form = Form(self.scale, self.cap, self.budget)
         lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
-    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+    def replacements(cls) -> Mapping[Any, Callable[..., Any]]:
         """Return the functions that keep the logits lazy, and the fused loss."""
         return _LAZY
 
 
-@as_torchs
+@with_torch_signature
 def cross_entropy(
     logits: LazyLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
-    form = Form(logits.scale, logits.cap, logits.budget, logits.held)
+    form = Form(logits.scale, logits.cap, logits.budget, logits.in_place)
     target = target.masked_fill(~counts, -1)
     # a gradient that is computed in forward is not loss-scaled yet, and would underflow in float16
     if (
@@ -259,12 +260,12 @@ def cross_entropy(
         number = counts.sum() if reduction == "mean" else torch.ones_like(counts.sum())
         share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
         by = torch.where(counts, share, 0.0)
-        loss = weighed(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
+        loss = weighted_loss(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
         # without labels the mean is NaN, and the gradient is zero, as in torch
         return torch.where(number > 0, loss, torch.nan).to(logits.dtype)
     lse, picked, total = logits.statistics(target, form)
     loss = lse - (1 - smoothing) * picked - smoothing * total / logits.part.classes
-    return reduced(loss.to(logits.dtype), counts, reduction)
+    return reduce_losses(loss.to(logits.dtype), counts, reduction)
 
 
 def _is_number(value: Any) -> bool:
@@ -281,7 +282,7 @@ def _casting(name: str) -> Callable[..., Any]:
 
 def _computing(name: str) -> Callable[..., Any]:
     def compute(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.whole(), name)(*map(made_whole, args))
+        return getattr(self.full(), name)(*map(to_full, args))
 
     return compute
 
@@ -312,29 +313,29 @@ _LAZY: dict[Any, Callable[..., Any]] = {
 class Head:
     """A linear layer [..., width] -> [..., classes]; `weight` and `bias` name its parameters.
 
-    `held`: its logits are computed once, and overwritten by their gradient.
+    `in_place`: its logits are computed once, and overwritten by their gradient.
     """
 
     weight: str
     bias: str | None
     width: int
     classes: int
-    held: bool = False
+    in_place: bool = False
 
     def cases(self) -> list[Any]:
         """Return test cases of the kernel: with all classes, but at most 512."""
         shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
         runs = [("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1)]
         return [
-            Case(shape, dtype, classes, self.bias is not None, smoothing, held=self.held)
+            Case(shape, dtype, classes, self.bias is not None, smoothing, held=self.in_place)
             for dtype, smoothing in runs
         ]
 
 
-def probe_held(module: nn.Module) -> Head | Mismatch:
+def probe_in_place_head(module: nn.Module) -> Head | Mismatch:
     """Probe as `probe_head`, for logits that are overwritten by their gradient."""
     found = probe_head(module)
-    return found if isinstance(found, Mismatch) else replace(found, held=True)
+    return found if isinstance(found, Mismatch) else replace(found, in_place=True)
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
@@ -351,7 +352,11 @@ def probe_head(module: nn.Module) -> Head | Mismatch:
         return Mismatch("has a replaced forward already")
     classes, width = params[weights[0]].shape
     found = Head(weights[0], others[0] if others else None, width, classes)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Mismatch("has a hook on gradients: those of logits that wait are never made")
     if type(module).forward is nn.Linear.forward:
+        if found.weight != "weight" or found.bias not in (None, "bias"):
+            return Mismatch(f"computes its weight from `{found.weight}` at each call")
         return found  # needs no run; a copy in float64 may be large
     if next(module.buffers(), None) is not None:
         return Mismatch("has buffers: a linear layer has none")
@@ -362,15 +367,15 @@ def _compare_with_linear(module: nn.Module, found: Head) -> Head | Mismatch:
     copied = bare_copy(module, torch.float64)
     params = dict(copied.named_parameters())
     weight, bias = params[found.weight], params[found.bias] if found.bias else None
-    x = rows_of(found.width).requires_grad_()
+    x = random_rows(found.width).requires_grad_()
     worst = 0.0
     for training in (True, False):
         copied.train(training)
         with torch.random.fork_rng(devices=[]):
             try:
                 y, plain = copied(x), F.linear(x, weight, bias)
-                gradient_error = gradients_apart(y, plain, [x, *params.values()])
-                worst = max(worst, relative(y.detach(), plain.detach()), gradient_error)
+                gradient_error = gradients_distance(y, plain, [x, *params.values()])
+                worst = max(worst, relative_error(y.detach(), plain.detach()), gradient_error)
             except Exception as raised:  # the module's own code: any error is a mismatch
                 return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
@@ -381,33 +386,37 @@ class LazyHead:
 
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
         self.module, self.head, self.budget = module, head, budget
-        self.kernel = "cross_entropy" if head.held else "linear_cross_entropy"
+        self.kernel = "cross_entropy" if head.in_place else "linear_cross_entropy"
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return lazy logits in training, else call the head's forward `inner`."""
         x = the_input(self.module, args, kwargs)
-        return self.lazy(x) if self.waits() else inner(x)
+        return self.make_lazy(x) if self.is_lazy() else inner(x)
 
-    def waits(self) -> bool:
+    def is_lazy(self) -> bool:
         """Return whether logits of this call are for a loss: in training, with gradients."""
         return self.module.training and torch.is_grad_enabled()
 
-    def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
+    def make_lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
         """Return the lazy logits of `x`; `classes` are split over the ranks of a given `group`."""
         if torch.compiler.is_compiling():
-            follow_losses()
+            patch_loss_modules()
         weight: Tensor = getattr(self.module, self.head.weight)
         bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
-        wanted = autocast_to(x)  # as F.linear would
+        wanted = autocast_dtype(x)  # as F.linear would
         if wanted is not None:
             x, weight = x.to(wanted), weight.to(wanted)
             bias = None if bias is None else bias.to(wanted)
         width = weight.shape[0]
-        part = Part(0, width, width) if group is None else Part.of(group, width, classes)
-        return LazyLogits(x, weight, bias, part, self.budget, self.head.held, x.new_empty(0))
+        part = (
+            LocalClasses(0, width, width)
+            if group is None
+            else LocalClasses.of(group, width, classes)
+        )
+        return LazyLogits(x, weight, bias, part, self.budget, self.head.in_place, x.new_empty(0))
 
 
-def waiting(module: nn.Module) -> LazyHead | None:
+def lazy_head_of(module: nn.Module) -> LazyHead | None:
     """Return the module's `LazyHead` if it would return lazy logits now, else None."""
     found = layer_of(module, "kernel")
-    return found if isinstance(found, LazyHead) and found.waits() else None
+    return found if isinstance(found, LazyHead) and found.is_lazy() else None

@@ -1,7 +1,8 @@
 """Stand-ins for logits in a model's own loss code, and logits that are sharded over the vocabulary.
 
-* `StandIn`: the base class.  A stand-in passes through the model's code in place of logits that no
-  rank has as one tensor.  It implements a few functions; any other function gets the full logits.
+* `LogitsStandIn`: the base class.  A stand-in passes through the model's code in place of logits
+  that no rank has as one tensor.  It implements a few functions; any other function gets the full
+  logits.
 * `ShardedLogits`: logits that are split over the vocabulary.  Their cross-entropy needs three
   numbers per token from each rank, never the full row (Shoeybi et al. 2019, section 3).  The
   stand-in follows casts, views, scaling and slices of the leading dims, and computes the parallel
@@ -20,13 +21,13 @@ from torch import Size, Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.bounds import check_within
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.modes import again
+from schedlang.runtime.index_bounds import check_indices
+from schedlang.runtime.modes import reenter_modes
 
 
-class StandIn:
+class LogitsStandIn:
     """Logits [..., classes] that do not exist as one tensor."""
 
     @property
@@ -39,44 +40,44 @@ class StandIn:
         """The shape of the full logits."""
         raise NotImplementedError
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Return the full logits, as a plain tensor."""
         raise NotImplementedError
 
     @property
-    def lines(self) -> Tensor:
+    def base(self) -> Tensor:
         """The tensor with the same leading dims, from whose last dim the logits are computed."""
         raise NotImplementedError
 
-    def with_lines(self, lines: Tensor) -> Any:
-        """Return the logits of another tensor in place of `lines`."""
+    def with_base(self, lines: Tensor) -> Any:
+        """Return the logits of another tensor in place of `base`."""
         raise NotImplementedError
 
     def view(self, *shape: Any) -> Any:
         """View as Tensor.view; a stand-in if the last dim is kept, else of the full logits."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if self.has_loss() and sizes and _keeps_last(sizes, self.shape):
-            return self.with_lines(self.lines.reshape(*sizes[:-1], self.lines.shape[-1]))
-        return self.whole().reshape(*shape)
+            return self.with_base(self.base.reshape(*sizes[:-1], self.base.shape[-1]))
+        return self.full().reshape(*shape)
 
     reshape = view
 
     def __getitem__(self, index: Any) -> Any:
         if self.has_loss() and _takes_rows(index, self.ndim):
-            return self.with_lines(self.lines[index])
-        return self.whole()[index]
+            return self.with_base(self.base[index])
+        return self.full()[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        return getattr(self.full(), name)
 
     def has_loss(self) -> bool:
         """Return whether the loss can be computed without the full logits."""
         return True
 
     @classmethod
-    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+    def replacements(cls) -> Mapping[Any, Callable[..., Any]]:
         """Return functions of torch that accept a stand-in as first argument -> replacements."""
         raise NotImplementedError
 
@@ -88,7 +89,7 @@ class StandIn:
         """Flatten as Tensor.flatten; a stand-in if the last dim is kept."""
         first, last = start_dim % self.ndim, end_dim % self.ndim
         if not first <= last < self.ndim - 1:
-            return self.whole().flatten(start_dim, end_dim)
+            return self.full().flatten(start_dim, end_dim)
         sizes = tuple(self.shape)
         return self.view(*sizes[:first], math.prod(sizes[first : last + 1]), *sizes[last + 1 :])
 
@@ -97,21 +98,21 @@ class StandIn:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function's replacement, or the function with the full logits."""
-        kwargs, known = dict(kwargs or {}), cls.known().get(func)
+        kwargs, known = dict(kwargs or {}), cls.replacements().get(func)
         if "input" in kwargs and known is not None:
             args = (kwargs.pop("input"), *args)
-        with again():  # a function mode that called this is off inside
+        with reenter_modes():  # a function mode that called this is off inside
             if known is not None and args and isinstance(args[0], cls):
                 return known(*args, **kwargs)
-            whole = {name: made_whole(value) for name, value in kwargs.items()}
-            return func(*(made_whole(value) for value in args), **whole)
+            whole = {name: to_full(value) for name, value in kwargs.items()}
+            return func(*(to_full(value) for value in args), **whole)
 
 
-def made_whole(value: Any) -> Any:
+def to_full(value: Any) -> Any:
     """Return an argument with full logits in place of stand-ins."""
-    if isinstance(value, StandIn):
-        return value.whole()
-    return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, LogitsStandIn):
+        return value.full()
+    return type(value)(map(to_full, value)) if type(value) in (list, tuple) else value
 
 
 def _takes_rows(index: Any, ndim: int) -> bool:
@@ -134,7 +135,7 @@ def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
 Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
 
 
-def as_torchs(loss: Loss) -> Callable[..., Tensor]:
+def with_torch_signature(loss: Loss) -> Callable[..., Tensor]:
     """Return `torch.nn.functional.cross_entropy` for stand-ins [tokens, classes], by `loss`.
 
     `loss` gets the stand-in, the labels, a mask of labels that count, the reduction and the
@@ -167,14 +168,14 @@ def as_torchs(loss: Loss) -> Callable[..., Tensor]:
         counts = target != ignore_index
         helps = (f"give {ignore_index} (`ignore_index`) to tokens without a label",)
         counted = target.masked_fill(~counts, 0)
-        check_within(counted, logits.shape[-1], "the label", "the logits", helps)
+        check_indices(counted, logits.shape[-1], "the label", "the logits", helps)
         return loss(logits, target, counts, reduction, label_smoothing)
 
     cross_entropy.__doc__ = loss.__doc__
     return cross_entropy
 
 
-def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
+def reduce_losses(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
     """Reduce the losses of tokens as torch does; tokens whose label does not count give 0."""
     loss = loss.masked_fill(~counts, 0.0)
     if reduction == "none":
@@ -229,7 +230,7 @@ class _Statistics(torch.autograd.Function):
         return out, None, None, None
 
 
-@as_torchs
+@with_torch_signature
 def cross_entropy(
     logits: ShardedLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
@@ -241,11 +242,11 @@ def cross_entropy(
     if smoothing:
         flat = logsumexp - total[0] / logits.classes
         loss = (1 - smoothing) * loss + smoothing * flat
-    return reduced(loss, counts, reduction)
+    return reduce_losses(loss, counts, reduction)
 
 
 @dataclass(eq=False)  # fully_shard looks for tensors in dataclasses, to gather before backward
-class ShardedLogits(StandIn):
+class ShardedLogits(LogitsStandIn):
     """Logits (..., classes) of which each rank holds an equal shard of the last dim.
 
     `classes` is the number without padding; logits of padding must be -inf.
@@ -266,10 +267,10 @@ class ShardedLogits(StandIn):
         if name in ("dtype", "device", "requires_grad", "is_floating_point", "dim"):
             return getattr(self.local, name)
         if name in _ALONG:
-            return lambda *a, **k: self.with_lines(getattr(self.local, name)(*a, **k))
+            return lambda *a, **k: self.with_base(getattr(self.local, name)(*a, **k))
         return super().__getattr__(name)
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """All-gather the full logits."""
         whole = collectives.gather(self.local, -1, self.group, consumers_differ=False)
         return whole[..., : self.classes]
@@ -277,28 +278,28 @@ class ShardedLogits(StandIn):
     # -- steps that keep the split -----------------------------------------------------------------
 
     @property
-    def lines(self) -> Tensor:
+    def base(self) -> Tensor:
         """This rank's shard of the logits."""
         return self.local
 
-    def with_lines(self, lines: Tensor) -> ShardedLogits:
+    def with_base(self, lines: Tensor) -> ShardedLogits:
         """Return sharded logits with another local shard."""
         return ShardedLogits(lines, self.group, self.classes)
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self.with_lines(self.local * other)
-        return self.whole() * other
+            return self.with_base(self.local * other)
+        return self.full() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self.with_lines(self.local / other)
-        return self.whole() / other
+            return self.with_base(self.local / other)
+        return self.full() / other
 
     @classmethod
-    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+    def replacements(cls) -> Mapping[Any, Callable[..., Any]]:
         """Return the functions that keep the split, and the parallel loss."""
         return {F.cross_entropy: cross_entropy, torch.flatten: ShardedLogits.flatten}
 

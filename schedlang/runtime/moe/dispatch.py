@@ -17,13 +17,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.collectives import Group, all_gather, count, exchange, exchanged
-from schedlang.runtime.device import sent
+from schedlang.runtime.comm.collectives import (
+    Group,
+    all_gather,
+    all_to_all_rows,
+    count,
+    exchange_rows,
+)
+from schedlang.runtime.device import send_to_device
 
-Places = Sequence[tuple[int, ...]]  # for each expert its place on each axis
+ExpertPlaces = Sequence[tuple[int, ...]]  # for each expert its place on each axis
 
 
-def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+def places_of_experts(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Return the place of each expert on each axis: equal runs, the last axis fastest."""
     ranks = 1
     for size in sizes:
@@ -38,12 +44,12 @@ def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
     return found
 
 
-def first(mask: Tensor, count: int) -> Tensor:
+def first_true(mask: Tensor, count: int) -> Tensor:
     """Return the indices of the first `count` true elements, without a wait of the host."""
     return torch.argsort(~mask, stable=True)[:count]
 
 
-def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
+def gather_over(x: Tensor, steps: Sequence[DispatchStep]) -> Tensor:
     """Gather one row of each rank along the axes of the steps, the last axis fastest."""
     found = x.flatten()[None]
     for step in reversed(steps):
@@ -51,8 +57,8 @@ def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
     return found
 
 
-def sent_by(
-    experts: Tensor, leaving: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
+def count_sent_rows(
+    experts: Tensor, leaving: Tensor | None, chunks: int, count: int, steps: Sequence[DispatchStep]
 ) -> Tensor:
     """Count the rows that each rank sends to each expert, by chunk; only those `leaving`."""
     sends = torch.ones_like(experts) if leaving is None else leaving.long()
@@ -61,27 +67,29 @@ def sent_by(
     beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
     chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
     table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, sends)
-    return everywhere(table, steps).flatten()
+    return gather_over(table, steps).flatten()
 
 
 @dataclass(frozen=True)
-class Told:
+class RowCounts:
     """Row counts of one step: sent and received by place, and received by expert."""
 
-    give: list[int]
-    take: list[int]
-    coming: list[int]
+    sent: list[int]
+    received: list[int]
+    received_by_expert: list[int]
 
 
 @dataclass(frozen=True)
-class Counts:
+class ChunkCounts:
     """Row counts of each step, by chunk, on the host."""
 
-    chunks: list[list[Told]]
+    chunks: list[list[RowCounts]]
 
     @staticmethod
-    def of(numbers: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
-        """Return the counts from the numbers of `sent_by`; None if there are none."""
+    def of(
+        numbers: Sequence[int], chunks: int, count: int, steps: Sequence[DispatchStep]
+    ) -> ChunkCounts | None:
+        """Return the counts from the numbers of `count_sent_rows`; None if there are none."""
         if not numbers:
             return None
         table = np.array(numbers).reshape(*(step.group.size for step in steps), chunks, count)
@@ -96,10 +104,10 @@ class Counts:
                 coming = rows[:, list(step.table[step.group.rank])]
                 give = [int(own[list(reached)].sum()) for reached in step.table]
                 take = coming.sum(1).tolist()
-                made.append(Told(give, take, coming.flatten().tolist()))
+                made.append(RowCounts(give, take, coming.flatten().tolist()))
                 here = here.sum(0)
             found.append(made)
-        return Counts(found)
+        return ChunkCounts(found)
 
 
 class _AsyncExchange(torch.autograd.Function):
@@ -118,65 +126,65 @@ class _AsyncExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return exchanged(grads[0], ctx.group, ctx.take, ctx.give), None, None, None, None
+        return all_to_all_rows(grads[0], ctx.group, ctx.take, ctx.give), None, None, None, None
 
 
 @dataclass
-class Way:
+class RoutedRows:
     """Rows in dispatch: the rows that are here now, their experts, and the steps back."""
 
     rows: Tensor
     experts: Tensor
-    told: list[Told] | None = None  # of the remaining steps; None without values
-    back: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    counts: list[RowCounts] | None = None  # of the remaining steps; None without values
+    return_steps: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)  # to wait for before the rows are used
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the rows in flight."""
         while self.works:
             self.works.pop()[0].wait()
 
-    def home(self, y: Tensor) -> Tensor:
+    def return_results(self, y: Tensor) -> Tensor:
         """Return the results of the rows to the ranks where they started, in the first order."""
-        for step in reversed(self.back):
+        for step in reversed(self.return_steps):
             y = step(y)
         return y
 
 
 @dataclass(frozen=True)
-class Step:
+class DispatchStep:
     """One axis of a dispatch: its group, and at each place the experts that are reached there."""
 
     group: Group
     table: tuple[tuple[int, ...], ...]
     _known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
-    def take(self, way: Way, ahead: bool = False) -> Way:
+    def dispatch(self, way: RoutedRows, ahead: bool = False) -> RoutedRows:
         """Dispatch rows along this axis; return those that arrive.
 
-        ahead: do not wait for them; `arrive` does.
+        ahead: do not wait for them; `wait` does.
         """
         if way.rows.is_meta:
             return self._without_values(way)
-        way.arrive()
-        assert way.told is not None
-        group, counts, device = self.group, way.told[0], way.rows.device
+        way.wait()
+        assert way.counts is not None
+        group, counts, device = self.group, way.counts[0], way.rows.device
         key, mine = self._constants(device)
         order = torch.argsort(key[way.experts], stable=True)
-        give, take = counts.give, counts.take
+        give, take = counts.sent, counts.received
         works: list[Any] = []
         rows = way.rows[order]
         if ahead and group.pg is not None:
             arrived: Tensor = _AsyncExchange.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
         else:
-            arrived = exchange(rows, group, give, take)
-        coming = sent(torch.tensor(counts.coming), device)
+            arrived = exchange_rows(rows, group, give, take)
+        coming = send_to_device(torch.tensor(counts.received_by_expert), device)
         experts = mine.repeat_interleave(coming, output_size=sum(take))
 
         def home(y: Tensor) -> Tensor:
-            return exchange(y, group, take, give)[torch.argsort(order)]
+            return exchange_rows(y, group, take, give)[torch.argsort(order)]
 
-        return Way(arrived, experts, way.told[1:], [*way.back, home], works)
+        return RoutedRows(arrived, experts, way.counts[1:], [*way.return_steps, home], works)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the place of each expert in the table, and the experts of arriving rows, by
@@ -190,11 +198,11 @@ class Step:
                 self._known[device] = key.to(device), mine.to(device)
         return self._known[device]
 
-    def _without_values(self, way: Way) -> Way:
+    def _without_values(self, way: RoutedRows) -> RoutedRows:
         """Dispatch on the meta device, as if all experts were chosen equally often."""
         group, count = self.group, way.rows.shape[0]
         share = count // group.size
         sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
-        arrived = exchange(way.rows, group, sizes, sizes)
-        back = [*way.back, lambda y: exchange(y, group, sizes, sizes)]
-        return Way(arrived, way.experts, None, back)
+        arrived = exchange_rows(way.rows, group, sizes, sizes)
+        back = [*way.return_steps, lambda y: exchange_rows(y, group, sizes, sizes)]
+        return RoutedRows(arrived, way.experts, None, back)

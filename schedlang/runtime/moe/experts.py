@@ -20,21 +20,31 @@ from schedlang.ir.placement import P
 from schedlang.runtime import scope
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather
-from schedlang.runtime.moe.dispatch import Counts, Step, Way, everywhere, first, place_of, sent_by
-from schedlang.runtime.moe.probe import Experts, Inner
-from schedlang.runtime.propagation.stand_ins import playing, stand_in
-from schedlang.runtime.sharding.shard import Edge, Forward
-from schedlang.runtime.sharding.sizes import number_at, set_number
+from schedlang.runtime.moe.dispatch import (
+    ChunkCounts,
+    DispatchStep,
+    RoutedRows,
+    count_sent_rows,
+    first_true,
+    gather_over,
+    places_of_experts,
+)
+from schedlang.runtime.moe.probe import Experts, InnerSplit
+from schedlang.runtime.propagation.stand_ins import is_simulating, stand_in
+from schedlang.runtime.sharding.edges import Edge, Forward
+from schedlang.runtime.sharding.module_sizes import number_at, set_number
 
 if TYPE_CHECKING:
-    from schedlang.runtime.sharding.leaf import Sharded
+    from schedlang.runtime.sharding.sharded_layer import ShardedLayer
 
 # -- capacity --------------------------------------------------------------------------------------
 # GShard (Lepikhin et al. 2020), Switch Transformers (Fedus et al. 2021). Choices are taken in the
 # order of the rows of the batch, on any number of ranks, so the rule does not depend on ranks.
 
 
-def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = ()) -> Tensor:
+def capacity_mask(
+    index: Tensor, count: int, capacity: float, groups: Sequence[Group] = ()
+) -> Tensor:
     """Return a mask of the choices [tokens, k] that are within the capacity of their expert.
 
     The capacity is `capacity` times an even share of all choices, rounded up. `groups` are the
@@ -52,18 +62,18 @@ def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = (
         place, size = place + group.rank * size, size * group.size
     if index.is_meta:  # no values: only what is sent can be seen
         return index.new_empty(index.shape, dtype=torch.bool)
-    # on the device; `within` computes it on the host
+    # on the device; `expert_capacity` computes it on the host
     limit = (everyone.sum().double() * capacity / count).ceil().long()
     before = everyone[:place].sum(0) + chosen.cumsum(0) - chosen
     return (before.gather(1, flat[:, None])[:, 0] < limit).view_as(index)
 
 
-def within(choices: int, count: int, capacity: float) -> int:
+def expert_capacity(choices: int, count: int, capacity: float) -> int:
     """Return the number of choices that an expert may take."""
     return math.ceil(choices * capacity / count)
 
 
-def places_of_rows(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tensor]:
+def rows_by_expert(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tensor]:
     """Return the row at each of `limit` places of each expert, and whether there is one.
 
     `expert` of each row: `count` for a row without expert. Free places hold some row.
@@ -77,7 +87,7 @@ def places_of_rows(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tens
     return order[place], used
 
 
-def with_capacity(
+def apply_capacity(
     inner: Callable[..., Tensor], count: int, capacity: float
 ) -> Callable[..., Tensor]:
     """Return the forward of all experts in one process with capacity: dropped choices weigh 0."""
@@ -85,7 +95,7 @@ def with_capacity(
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if index.is_meta:
             return inner(hidden, index, weights)
-        keep = kept(index, count, capacity)
+        keep = capacity_mask(index, count, capacity)
         return inner(hidden, index, weights * keep)
 
     return forward
@@ -95,7 +105,7 @@ def limit_experts(model: nn.Module, rules: dict[str, tuple[int, float]]) -> None
     """Apply the capacity rule, (experts, capacity) by module, to a model in one process."""
     for fqn, (count, capacity) in rules.items():
         module = model.get_submodule(fqn)
-        module.forward = with_capacity(module.forward, count, capacity)
+        module.forward = apply_capacity(module.forward, count, capacity)
 
 
 # -- experts over ranks ----------------------------------------------------------------------------
@@ -118,7 +128,8 @@ class Routing:
     capacity  an expert takes at most this multiple of its even share of tokens; None: all
     chunks    chunks of tokens, each dispatched while the one before is computed
     shadow    experts that are fetched by all ranks, while tokens of other experts are dispatched
-    inner     how each expert is sharded over the axis `within`, whose ranks have the same tokens
+    inner     how each expert is sharded over the axis `expert_capacity`, whose ranks have the same
+              tokens
     """
 
     experts: Experts
@@ -126,29 +137,29 @@ class Routing:
     capacity: float | None = None
     chunks: int = 1
     shadow: tuple[int, ...] = ()
-    inner: Inner | None = None
+    inner: InnerSplit | None = None
     within: str = ""
 
-    def forward_of(self, sharded: Sharded, inner: Forward) -> Forward:
+    def forward_of(self, sharded: ShardedLayer, inner: Forward) -> Forward:
         """Return the forward of a module of experts that is sharded; slow axes come first."""
         return ShardedExperts(sharded.module, inner, sharded.edges, self)
 
 
 @dataclass(frozen=True)
-class Noted:
+class CallCounts:
     """Row counts of one call on the host: rows of this rank, how many of them stay, and where the
     others go; with the choices that these counts belong to."""
 
     index: Tensor
     rows: int
     stay: int
-    counts: Counts | None
+    counts: ChunkCounts | None
 
 
 def _has_equal_tokens() -> bool:
     """Return whether all ranks are known to have equally many tokens."""
     here = scope.current()
-    return here is not None and here.even is not None and here.even()
+    return here is not None and here.same_shapes is not None and here.same_shapes()
 
 
 class ShardedExperts:
@@ -159,13 +170,13 @@ class ShardedExperts:
     ) -> None:
         self.module, self.inner, self.routing = module, inner, routing
         self.count = routing.experts.count
-        self.summing = tuple(edge for edge in edges if isinstance(edge.computes, P))
+        self.summing = tuple(edge for edge in edges if isinstance(edge.output_before, P))
         self.within = next((e.group for e in edges if e.group.axes[0] == routing.within), None)
         if self.within is not None:
             _divide_sizes(module, routing.inner, self.within)
         edges = tuple(edge for edge in edges if edge.group is not self.within)
         self.splitting = tuple(edge for edge in edges if edge not in self.summing)
-        self.places = place_of([edge.group.size for edge in edges], self.count)
+        self.places = places_of_experts([edge.group.size for edge in edges], self.count)
         self.mine = tuple(edge.group.rank for edge in edges)
         here = [edge in self.summing for edge in edges]
         # experts of this rank and of ranks with other tokens; then those of this rank alone
@@ -173,7 +184,7 @@ class ShardedExperts:
         self.held = self._experts_at([True] * len(edges))
         self.shadowed = tuple(expert for expert in self.reachable if expert in routing.shadow)
         self._known: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self.steps: list[Step] = []
+        self.steps: list[DispatchStep] = []
         for k, edge in enumerate(edges):
             if not here[k]:
                 reached = self._experts_at(here)
@@ -181,7 +192,7 @@ class ShardedExperts:
                     tuple(e for e in reached if self.places[e][k] == at)
                     for at in range(edge.group.size)
                 ]
-                self.steps.append(Step(edge.group, tuple(table)))
+                self.steps.append(DispatchStep(edge.group, tuple(table)))
                 here[k] = True
 
     def _experts_at(self, here: Sequence[bool]) -> tuple[int, ...]:
@@ -241,19 +252,19 @@ class ShardedExperts:
         """Return a mask of the choices that are within the capacity."""
         assert self.routing.capacity is not None
         groups = [] if over else [edge.group for edge in self.splitting]
-        return kept(index, self.count, self.routing.capacity, groups)
+        return capacity_mask(index, self.count, self.routing.capacity, groups)
 
     # -- all choices -------------------------------------------------------------------------------
 
     def _run_dropless(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
         """Compute experts for as many rows as choose them."""
-        known, key = scope.memo(), (id(self), scope.next_call(f"experts {id(self)}"))
+        known, key = scope.pass_memo(), (id(self), scope.count_call(f"experts {id(self)}"))
         noted = None if known is None else known.get(key)
         if noted is not None:  # a second run: rows go where they went
             index = noted.index
         mine = self._local_choices(index, over)
         if noted is None:
-            noted = Noted(index, *self._count_rows(index, mine, over))
+            noted = CallCounts(index, *self._count_rows(index, mine, over))
             if known is not None and not index.is_meta:
                 known[key] = noted
         places, experts = self._order_choices(index, mine, noted)
@@ -273,7 +284,7 @@ class ShardedExperts:
 
     def _count_rows(
         self, index: Tensor, mine: Tensor | None, over: Sequence[Edge]
-    ) -> tuple[int, int, Counts | None]:
+    ) -> tuple[int, int, ChunkCounts | None]:
         """Return the counts of this rank's rows, of those that stay, and of all by rank and expert.
 
         This is the only wait of the host for the device.
@@ -284,18 +295,20 @@ class ShardedExperts:
             rows = count * len(self._experts_here(over)) // self.count
             stay = rows * len(self.shadowed) // len(self.reachable)
             if sends:
-                everywhere(flat.new_empty(self.routing.chunks, self.count), self.steps)
+                gather_over(flat.new_empty(self.routing.chunks, self.count), self.steps)
             return rows, stay, None
         with torch.no_grad(), _disable_current_modes():  # a second run skips this
             stays = self._shadowed_choices(flat, mine)
             counts = [one.sum()[None] for one in (mine, stays) if one is not None]
             if sends:
                 leaving = mine if stays is None else ~stays if mine is None else mine & ~stays
-                counts.append(sent_by(flat, leaving, self.routing.chunks, self.count, self.steps))
+                counts.append(
+                    count_sent_rows(flat, leaving, self.routing.chunks, self.count, self.steps)
+                )
             numbers = torch.cat(counts).tolist() if counts else []
         rows = numbers.pop(0) if mine is not None else count
         stay = numbers.pop(0) if stays is not None else 0
-        return rows, stay, Counts.of(numbers, self.routing.chunks, self.count, self.steps)
+        return rows, stay, ChunkCounts.of(numbers, self.routing.chunks, self.count, self.steps)
 
     def _shadowed_choices(self, flat: Tensor, mine: Tensor | None) -> Tensor | None:
         """Return a mask of choices that stay, as their experts are fetched; None: there are
@@ -306,7 +319,7 @@ class ShardedExperts:
         return stays if mine is None else stays & mine
 
     def _order_choices(
-        self, index: Tensor, mine: Tensor | None, noted: Noted
+        self, index: Tensor, mine: Tensor | None, noted: CallCounts
     ) -> tuple[Tensor, Tensor]:
         """Return the choices of this rank and their experts; first those that stay."""
         flat = index.flatten()
@@ -315,15 +328,22 @@ class ShardedExperts:
         stays = self._shadowed_choices(flat, mine)
         if stays is not None:
             leaving = ~stays if mine is None else mine & ~stays
-            places = torch.cat([first(stays, noted.stay), first(leaving, noted.rows - noted.stay)])
+            places = torch.cat(
+                [first_true(stays, noted.stay), first_true(leaving, noted.rows - noted.stay)]
+            )
         elif mine is not None:
-            places = first(mine, noted.rows)
+            places = first_true(mine, noted.rows)
         else:
             return torch.arange(len(flat), device=flat.device), flat
         return places, flat[places]
 
     def _run_rows(
-        self, rows: Tensor, experts: Tensor, dtype: torch.dtype, noted: Noted, over: Sequence[Edge]
+        self,
+        rows: Tensor,
+        experts: Tensor,
+        dtype: torch.dtype,
+        noted: CallCounts,
+        over: Sequence[Edge],
     ) -> Tensor:
         """Compute experts for rows, one expert each, in the order of the rows."""
         if over or self.routing.dispatch == "fetch":
@@ -361,10 +381,10 @@ class ShardedExperts:
         parameters, held = self._parameters_here(over)
         capacity = self.routing.capacity
         assert capacity is not None
-        limit = min(within(choices * ranks, self.count, capacity), choices)
+        limit = min(expert_capacity(choices * ranks, self.count, capacity), choices)
         local = self._places(held, index.device)[index.flatten()]
         chosen = (local >= 0) & self._capacity_mask(index, over).flatten()
-        place, used = places_of_rows(local.masked_fill(~chosen, len(held)), len(held), limit)
+        place, used = rows_by_expert(local.masked_fill(~chosen, len(held)), len(held), limit)
         token = place // count
         experts = self._numbers(held, x.device)[:, None].expand(-1, limit).reshape(-1)
         y = self._run_experts(x[token], experts, w.dtype, parameters, held)
@@ -374,21 +394,21 @@ class ShardedExperts:
     # -- tokens to experts -------------------------------------------------------------------------
 
     def _run_dispatched(
-        self, rows: Tensor, experts: Tensor, dtype: torch.dtype, counts: Counts | None
+        self, rows: Tensor, experts: Tensor, dtype: torch.dtype, counts: ChunkCounts | None
     ) -> Tensor:
         """Dispatch rows to the ranks of their experts, chunk by chunk, and return the results."""
         chunks, done, own = self.routing.chunks, [], self._own_parameters()
         by_chunk = [None] * chunks if counts is None else counts.chunks
         parts = [
-            Way(*all_)
+            RoutedRows(*all_)
             for all_ in zip(rows.tensor_split(chunks), experts.tensor_split(chunks), by_chunk)
         ]
         current = self._dispatch(parts.pop(0), chunks > 1)
         while True:
             after = self._dispatch(parts.pop(0), True) if parts else None
-            current.arrive()
+            current.wait()
             done.append(
-                current.home(
+                current.return_results(
                     self._run_experts(current.rows, current.experts, dtype, own, self.held)
                 )
             )
@@ -396,10 +416,10 @@ class ShardedExperts:
                 return torch.cat(done) if chunks > 1 else done[0]
             current = after
 
-    def _dispatch(self, way: Way, ahead: bool) -> Way:
+    def _dispatch(self, way: RoutedRows, ahead: bool) -> RoutedRows:
         """Dispatch rows along all axes; `ahead`: without a wait for the last one."""
         for step in self.steps:
-            way = step.take(way, ahead and step is self.steps[-1])
+            way = step.dispatch(way, ahead and step is self.steps[-1])
         return way
 
     # -- experts to tokens -------------------------------------------------------------------------
@@ -444,7 +464,7 @@ class ShardedExperts:
         """Compute the experts `held`, with these parameters, for rows of one expert each."""
         parameters = self._divide_biases(parameters)
         parts = list(parameters.values())
-        if rows.is_meta and playing():
+        if rows.is_meta and is_simulating():
             with suppress(Exception):  # the module may fail without values
                 return self._run_module(rows, experts, dtype, parameters, held)
         if rows.is_meta:
@@ -468,7 +488,7 @@ class ShardedExperts:
         for path in self.routing.experts.numbers:
             set_number(self.module, path, len(held))
         ones = rows.new_ones(rows.shape[0], 1, dtype=dtype)
-        with lent(self.module, parameters):
+        with replace_parameters(self.module, parameters):
             out: Tensor = self.inner(rows, local[experts][:, None], ones)
         return out
 
@@ -483,7 +503,7 @@ class ShardedExperts:
         }
 
 
-def _divide_sizes(module: nn.Module, inner: Inner | None, group: Group) -> None:
+def _divide_sizes(module: nn.Module, inner: InnerSplit | None, group: Group) -> None:
     """Set the inner sizes of the module to those of one rank."""
     assert inner is not None
     for path in inner.numbers:
@@ -491,7 +511,7 @@ def _divide_sizes(module: nn.Module, inner: Inner | None, group: Group) -> None:
 
 
 @contextmanager
-def lent(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace parameters of a module by tensors, by name, within a block."""
     owners = [module.get_submodule(name.rpartition(".")[0]) for name in tensors]
     for owner, (name, tensor) in zip(owners, tensors.items()):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.placement import EVEN, positions
-from schedlang.kernels.probe import TOLERANCE, first_line, relative
+from schedlang.kernels.probe import TOLERANCE, error_line, relative_error
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.sharding.sizes import numbers_of, set_number
-from schedlang.runtime.tracing.meta import copy_with
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.sharding.module_sizes import numbers_of, set_number
+from schedlang.runtime.tracing.meta_runs import copy_with
 
 # -- experts ---------------------------------------------------------------------------------------
 # A small copy with random float64 values and the module's own forward is called with tokens, the
@@ -57,7 +57,7 @@ class NoExperts:
     )
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """The reason, with the error."""
         return self.reason + (f" (by {self.error:.1e})" if self.error is not None else "")
 
@@ -81,8 +81,8 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     if count < 2:
         return NoExperts("it has only one expert")
     error: NoExperts | None = None
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
-        for scale in scales([shapes[name] for name in split]):
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64):
+        for scale in trial_scales([shapes[name] for name in split]):
             found = _try_module(module, count, split, scale)
             if isinstance(found, Experts):
                 return found
@@ -111,7 +111,7 @@ def _find_list(module: nn.Module) -> NoExperts | None:
     return None
 
 
-def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
+def trial_scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
     """Yield divisors of the sizes in a trial: the largest with sizes still distinct, then 1."""
     common = math.gcd(*(size for shape in shapes for size in shape[1:]))
     least = min(size for shape in shapes for size in shape[1:])
@@ -126,16 +126,16 @@ def _try_module(
     if small is None:
         return NoExperts("it is too large to be tried on a small copy")
     try:
-        trial = Trial(small, count, split)
+        trial = ExpertTrial(small, count, split)
     except Exception as raised:  # the module's own code: any error is a reason
         what = "it does not run with (tokens, expert indices, routing weights)"
-        return NoExperts(f"{what}: {first_line(raised)}")
+        return NoExperts(f"{what}: {error_line(raised)}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
     errors: list[float] = []
     for numbers in _count_attributes(small, count):
-        errors.append(trial.with_some(numbers))
+        errors.append(trial.subset_error(numbers))
         if errors[-1] <= TOLERANCE:
             return Experts(count, split, numbers)
     return NoExperts("a copy with some of its experts returns something else", min(errors))
@@ -180,7 +180,7 @@ def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Modu
     return small.train()
 
 
-class Trial:
+class ExpertTrial:
     """Calls of a small copy: its output for tokens, and for each of their experts alone."""
 
     def __init__(self, module: nn.Module, count: int, split: tuple[str, ...]) -> None:
@@ -190,7 +190,7 @@ class Trial:
         self.x, self.index, self.weights = _trial_inputs(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
         again = self.call(self.module, self.x, self.index, self.weights)
-        self.drawn = relative(again, self.whole)
+        self.drawn = relative_error(again, self.whole)
         ones = torch.ones_like(self.weights[:, :1])
         self.alone = [
             self.call(self.module, self.x, self.index[:, k : k + 1], ones)
@@ -212,26 +212,29 @@ class Trial:
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
-        yield "its output is not linear in the routing weights", relative(summed, self.whole)
+        yield "its output is not linear in the routing weights", relative_error(summed, self.whole)
         some = torch.tensor([5, 2, 9])
         few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
-        yield "its output for a token depends on other tokens", relative(few, self.whole[some])
+        yield (
+            "its output for a token depends on other tokens",
+            relative_error(few, self.whole[some]),
+        )
 
-    def with_some(self, numbers: tuple[str, ...]) -> float:
+    def subset_error(self, numbers: tuple[str, ...]) -> float:
         """Return the error of a copy with the second half of the experts, for their tokens."""
         first = self.count // 2
         part = copy.deepcopy(self.module)
-        held = part_of(part, self.split, slice(first, None), numbers, self.count - first)
+        held = keep_experts(part, self.split, slice(first, None), numbers, self.count - first)
         mine = (self.index[:, 0] >= first).nonzero().flatten()
         ones = torch.ones(len(mine), 1, dtype=torch.float64)
         try:
             got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
         except Exception:  # an attribute with another meaning was changed
             return math.inf
-        return relative(got, self.alone[0][mine])
+        return relative_error(got, self.alone[0][mine])
 
 
-def part_of(
+def keep_experts(
     module: nn.Module, split: tuple[str, ...], held: slice, numbers: tuple[str, ...], count: int
 ) -> nn.Module:
     """Reduce a module to some of its experts, in place."""
@@ -253,7 +256,7 @@ def _width(module: nn.Module, split: tuple[str, ...]) -> int:
     for size in dict.fromkeys(reversed(sizes)):
         try:
             x = torch.zeros(2, size, dtype=torch.float64)
-            Trial.call(module, x, index, torch.ones(2, 1, dtype=torch.float64))
+            ExpertTrial.call(module, x, index, torch.ones(2, 1, dtype=torch.float64))
             return size
         except Exception as error:
             failed = failed or error
@@ -279,11 +282,11 @@ def _trial_inputs(
 
 
 PARTS = 2  # shards in a trial
-Cut = tuple[int, int] | None  # a dim and its blocks; None: replicated
+DimSplit = tuple[int, int] | None  # a dim and its blocks; None: replicated
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerSplit:
     """A sharding of experts along their inner dim.
 
     cuts     parameter -> dim and blocks; `whole`: biases of which every rank adds a share
@@ -295,16 +298,16 @@ class Inner:
     numbers: tuple[str, ...]
 
 
-def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
+def probe_inner(module: nn.Module, experts: Experts) -> InnerSplit | None:
     """Return a sharding of the experts of a module along their inner dim; None if none is right."""
     shapes = [tuple(module.get_parameter(name).shape) for name in experts.split]
-    with torch.random.fork_rng(devices=[]), ambient(Float64()):
-        for scale in scales(shapes):
+    with torch.random.fork_rng(devices=[]), enter_modes(Float64()):
+        for scale in trial_scales(shapes):
             small = small_copy(module, experts.split, scale)
             if small is None:
                 continue
             try:
-                trial = Trial(small, experts.count, experts.split)
+                trial = ExpertTrial(small, experts.count, experts.split)
             except Exception:  # its own code: at this size it does not run
                 continue
             found = _find_split(trial, experts.split)
@@ -313,7 +316,7 @@ def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
     return None
 
 
-def _find_split(trial: Trial, split: tuple[str, ...]) -> Inner | None:
+def _find_split(trial: ExpertTrial, split: tuple[str, ...]) -> InnerSplit | None:
     """Return the first sharding of a small copy whose shards add up to the full output."""
     options = [tuple(_split_options(trial, name)) for name in split]
     for chosen in itertools.product(*options):
@@ -321,11 +324,13 @@ def _find_split(trial: Trial, split: tuple[str, ...]) -> Inner | None:
         for numbers in _size_attributes(trial, cuts):
             if _split_error(trial, cuts, numbers) <= TOLERANCE:
                 sharded = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
-                return Inner(sharded, tuple(n for n, cut in cuts.items() if cut is None), numbers)
+                return InnerSplit(
+                    sharded, tuple(n for n, cut in cuts.items() if cut is None), numbers
+                )
     return None
 
 
-def _split_options(trial: Trial, name: str) -> Iterator[Cut]:
+def _split_options(trial: ExpertTrial, name: str) -> Iterator[DimSplit]:
     """Yield the ways to shard a parameter: matrices along a dim that is not the token size."""
     shape, width = trial.module.get_parameter(name).shape, trial.x.shape[1]
     dims = [dim for dim in range(1, len(shape)) if shape[dim] != width]
@@ -340,7 +345,7 @@ def _split_options(trial: Trial, name: str) -> Iterator[Cut]:
         yield from ((dim, blocks) for blocks in (1, 2) if shape[dim] % (PARTS * blocks) == 0)
 
 
-def _size_attributes(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
+def _size_attributes(trial: ExpertTrial, cuts: dict[str, DimSplit]) -> Iterator[tuple[str, ...]]:
     """Yield sets of attributes that may be the inner size: none, all, or one.
 
     Attributes that cannot be the token size come first.
@@ -360,7 +365,7 @@ def _size_attributes(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, 
     yield from dict.fromkeys(tuple(some) for some in ways)
 
 
-def _split_error(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
+def _split_error(trial: ExpertTrial, cuts: dict[str, DimSplit], numbers: tuple[str, ...]) -> float:
     """Return the relative error of the sum of the shards."""
     total = torch.zeros_like(trial.whole)
     for place in range(PARTS):
@@ -374,10 +379,10 @@ def _split_error(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -
             value = dict(numbers_of(part))[path]
             set_number(part, path, value // PARTS)
         try:
-            total += Trial.call(part, trial.x, trial.index, trial.weights)
+            total += ExpertTrial.call(part, trial.x, trial.index, trial.weights)
         except Exception:  # the sharded sizes do not fit together
             return float("inf")
-    return relative(total, trial.whole)
+    return relative_error(total, trial.whole)
 
 
 def _part(whole: torch.Tensor, cut: tuple[int, int], place: int) -> torch.Tensor:

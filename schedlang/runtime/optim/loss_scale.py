@@ -33,34 +33,34 @@ class LossScale:
     growth: int
     good: int = 0
     overflow: bool = False
-    last: float = 1.0
-    noted: list[Tensor] = field(default_factory=list)
+    used: float = 1.0
+    flags: list[Tensor] = field(default_factory=list)
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide this rank's gradients by the scale, and note whether any is infinite or NaN."""
         grads = [g for g in local_gradients(parameters.values()) if g.numel()]
-        self.last, self.overflow = self.scale, False
+        self.used, self.overflow = self.scale, False
         with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
             real = [g for g in grads if not g.is_meta]  # a dry run has no values
-            self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
+            self.flags = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
-    def told(self, like: Tensor) -> Tensor:
+    def overflow_flag(self, like: Tensor) -> Tensor:
         """Return this rank's note, to be all-reduced."""
         found = like.new_zeros(1)
-        for one in self.noted:
+        for one in self.flags:
             found += one.to(like)
         return found
 
-    def hear(self, total: Tensor) -> None:
+    def set_overflow(self, total: Tensor) -> None:
         """Set the overflow from the sum of all notes."""
-        self.overflow, self.noted = not total.is_meta and bool(total.any()), []
+        self.overflow, self.flags = not total.is_meta and bool(total.any()), []
 
-    def next(self) -> bool:
+    def update(self) -> bool:
         """Update the scale for the next step; return whether the optimizer may step now."""
-        if self.noted:  # a single rank: `hear` was not called
-            self.overflow, self.noted = any(map(bool, self.noted)), []
+        if self.flags:  # a single rank: `set_overflow` was not called
+            self.overflow, self.flags = any(map(bool, self.flags)), []
         if self.overflow:
             self.scale, self.good = self.scale * BACKOFF, 0
         elif self.good + 1 == self.growth:
@@ -69,11 +69,11 @@ class LossScale:
             self.good += 1
         return not self.overflow
 
-    def described(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
-    def put_back(self, saved: Mapping[str, Any] | None) -> None:
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint; unchanged if it was saved without a scale."""
         if saved is not None:
             self.scale, self.good = saved["scale"], saved["good"]

@@ -1,8 +1,8 @@
 """Run the rows of one rank of a timeline: forwards, backwards and transfers of a training step.
 
-`Pipeline.run` executes a step; `Sizes` holds the layouts of messages between stages, which a
-receiver gets once per shape of the batch; `SlicedStep` runs microbatches that are split along their
-sequences, one slice after the other.
+`Pipeline.run` executes a step; `MessageLayouts` holds the layouts of messages between stages,
+which a receiver gets once per shape of the batch; `SlicedStep` runs microbatches that are split
+along their sequences, one slice after the other.
 """
 
 from __future__ import annotations
@@ -17,42 +17,50 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
+from schedlang.pipeline.timeline.proof import check_queues, check_timeline, with_transfers
 from schedlang.pipeline.timeline.sharded_weights import with_gathers
-from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
-from schedlang.pipeline.timeline.table import timeline as make_timeline
+from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, Op, Timeline
+from schedlang.pipeline.timeline.table import timeline_from_rows as make_timeline
+from schedlang.runtime.batch_weights import Number
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_host
-from schedlang.runtime.pipeline import parking
-from schedlang.runtime.pipeline.flight import Bag, Message, Route, Transfer, Work, message, work_of
-from schedlang.runtime.pipeline.p2p import Layout, Mail
-from schedlang.runtime.pipeline.parking import Groups, Parking
+from schedlang.runtime.pipeline import evicted_activations
+from schedlang.runtime.pipeline.evicted_activations import Groups, PartnerEviction
+from schedlang.runtime.pipeline.in_flight import (
+    MessageRoute,
+    SavedStorages,
+    StageMessage,
+    Transfer,
+    WorkItem,
+    make_message,
+    work_of,
+)
+from schedlang.runtime.pipeline.p2p import MessageLayout, PeerChannel
 from schedlang.runtime.pipeline.recomputed_forward import recompute
-from schedlang.runtime.pipeline.stage import Forwarded, Stage
-from schedlang.runtime.pipeline.step import Result, Step
-from schedlang.runtime.sequence_pipelining.carry import Carried
-from schedlang.runtime.sequence_pipelining.slices import Slices, joined, whole_loss
-from schedlang.runtime.tracing.graph import Token, refusal
-from schedlang.runtime.weights import Number
+from schedlang.runtime.pipeline.stage import ForwardResult, Stage
+from schedlang.runtime.pipeline.step import MicrobatchResult, PipelineStep
+from schedlang.runtime.sequence_pipelining.carried_keys import CarriedKeys
+from schedlang.runtime.sequence_pipelining.slices import SliceRunner, join_outputs, whole_loss
+from schedlang.runtime.tracing.stage_graph import Token, refusal
 
 
 class _Slice:
     """The values that one slice uses of earlier slices, and their gradients; see flight.Carried."""
 
-    def __init__(self, carried: Carried, index: int) -> None:
+    def __init__(self, carried: CarriedKeys, index: int) -> None:
         self.carried, self.index = carried, index
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        return self.carried.leaves(self.index)
+        return self.carried.earlier_leaves(self.index)
 
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        return self.carried.roots(self.index)
+        return self.carried.backward_roots(self.index)
 
     def release(self) -> None:
         self.carried.free(self.index)
 
 
-class SlicedStep(Step):
+class SlicedStep(PipelineStep):
     """A step whose microbatches are split into slices: forward in order, backward in reverse.
 
     The losses of the slices add up.
@@ -60,14 +68,14 @@ class SlicedStep(Step):
 
     def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
         super().__init__(pipe, batches, *rest)
-        self.slices: Slices = pipe.slices
-        self.batch_slices = self.slices.of_all(batches)
-        self.carried: dict[Work, Carried] = defaultdict(Carried)
+        self.slices: SliceRunner = pipe.slices
+        self.batch_slices = self.slices.split_batches(batches)
+        self.carried: dict[WorkItem, CarriedKeys] = defaultdict(CarriedKeys)
         self.slice_results: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
 
     def run(
-        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
-    ) -> tuple[Forwarded, Any]:
+        self, stage: Stage, work: WorkItem, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[ForwardResult, Any]:
         """Run the forward of a stage on one slice; its attention sees the keys of earlier
         slices."""
         carried = self.carried[work._replace(slice=0)]
@@ -75,13 +83,13 @@ class SlicedStep(Step):
         with self.slices.forward(part, carried) as inputs:
             return stage.forward(inputs, received, self.train), _Slice(carried, work.slice)
 
-    def weight(self, work: Work) -> Number:
+    def weight(self, work: WorkItem) -> Number:
         """Return the weight of the loss of a slice: its share of that of its microbatch."""
         share: Number = self.batch_slices[work.microbatch][work.slice].share
         weight: Number = self.scale[work.microbatch] * share
         return weight
 
-    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+    def store_result(self, work: WorkItem, loss: torch.Tensor | None, output: Any) -> None:
         """Store the result of a slice; join the slices after the last one."""
         made, parts = self.slice_results[work.microbatch], self.batch_slices[work.microbatch]
         made.append((loss, output))
@@ -89,8 +97,8 @@ class SlicedStep(Step):
             return
         losses = [value for value, _ in made if value is not None]
         whole = whole_loss(losses, parts) if losses else None
-        output = joined([output for _, output in made], parts) if self.keep else None
-        self.results[work.microbatch] = Result(whole, output)
+        output = join_outputs([output for _, output in made], parts) if self.keep else None
+        self.results[work.microbatch] = MicrobatchResult(whole, output)
         del self.slice_results[work.microbatch]
 
 
@@ -101,23 +109,23 @@ FIXED = (
 
 
 @dataclass(eq=False)
-class Sizes:
+class MessageLayouts:
     """Layouts of the values that go forward along each edge, by signature of the microbatch.
 
     Each replica of an edge has one sender and one receiver; both keep the same table.
     """
 
-    _layouts: dict[Any, Layout] = field(default_factory=dict)
+    _layouts: dict[Any, MessageLayout] = field(default_factory=dict)
 
-    def known(self, signature: Any, name: Message) -> Layout | None:
+    def find(self, signature: Any, name: StageMessage) -> MessageLayout | None:
         """Return the layout of a message, or None if this rank does not know the layout yet."""
         return self._layouts.get(_key(signature, name))
 
-    def learn(self, signature: Any, name: Message, layout: Layout) -> None:
+    def store(self, signature: Any, name: StageMessage, layout: MessageLayout) -> None:
         """Store the layout that a header has brought."""
         self._layouts[_key(signature, name)] = layout
 
-    def told(self, signature: Any, name: Message, layout: Layout) -> bool:
+    def store_sent(self, signature: Any, name: StageMessage, layout: MessageLayout) -> bool:
         """Store the layout of a message to be sent; return whether the receiver needs a header
         first.
 
@@ -130,47 +138,47 @@ class Sizes:
         return before is layout
 
 
-def _key(signature: Any, name: Message) -> Any:
+def _key(signature: Any, name: StageMessage) -> Any:
     return (name.source, name.target, name.replica, name.slice, signature)
 
 
 # -- handlers: one per kind of operation ----------------------------------------------------------
 
 
-Handler = Callable[[Step, Any], None]  # second: what `Pipeline._handler_argument` returns
+Handler = Callable[[PipelineStep, Any], None]  # second: what `Pipeline._handler_argument` returns
 
 
-def _send(step: Step, to: Transfer) -> None:
+def _send(step: PipelineStep, to: Transfer) -> None:
     """Send the values or gradients for another stage, with a header before the first of a
     layout."""
     name = to.name
     tensors, layout = step.outbox.pop(name)
-    header = layout is not None and step.pipe.sizes.told(
+    header = layout is not None and step.pipe.sizes.store_sent(
         step.signatures[name.microbatch], name, layout
     )
     step.pipe.mail.send(to.rank, name, tensors, header=header)
 
 
-def _receive(step: Step, of: Transfer) -> None:
+def _receive(step: PipelineStep, of: Transfer) -> None:
     """Post the receive of a message from another stage.
 
     Gradients have the layout of the values that were sent; it is unknown before the forward.
     """
     name, mail = of.name, step.pipe.mail
     if name.back:
-        mail.post(of.rank, name, of.size, partial(step.layouts.get, of.of))
+        mail.post(of.rank, name, of.size, partial(step.layouts.get, of.layout_source))
         return
     sizes, signature = step.pipe.sizes, step.signatures[name.microbatch]
     mail.post(
         of.rank,
         name,
         of.size,
-        partial(sizes.known, signature, name),
-        partial(sizes.learn, signature, name),
+        partial(sizes.find, signature, name),
+        partial(sizes.store, signature, name),
     )
 
 
-def _parking_of(step: Step) -> Parking:
+def _parking_of(step: PipelineStep) -> PartnerEviction:
     assert step.pipe.parking is not None, "an order that parks has partners"
     return step.pipe.parking
 
@@ -189,8 +197,8 @@ HANDLERS: Mapping[Kind, Handler] = {
     Kind.HOLD: lambda step, op: _parking_of(step).hold(step, op),
     Kind.GIVE: lambda step, op: _parking_of(step).give(step, op),
     Kind.LOAD: lambda step, op: _parking_of(step).load(step, op),
-    Kind.OFFLOAD: parking.offload,
-    Kind.RELOAD: parking.reload,
+    Kind.OFFLOAD: evicted_activations.offload,
+    Kind.RELOAD: evicted_activations.reload,
 }
 
 
@@ -203,20 +211,20 @@ COMPUTE = (*FORWARD, *BACKWARD)
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
-class Event(NamedTuple):
+class ScheduledOp(NamedTuple):
     """An operation that is about to run; `last`: the last backward of its stage on this rank.
 
     `reduces` is False for a backward whose gradients a later backward of the same run reduces with
-    its own. `ahead` is True until the last forward of this rank has run. `subject` is the argument
-    of the handler.
+    its own. `before_last_forward` is True until the last forward of this rank has run. `argument`
+    is the argument of the handler.
     """
 
     op: Op
     last: bool
     reduces: bool
-    ahead: bool
+    before_last_forward: bool
     computes: bool
-    subject: Any
+    argument: Any
 
 
 class Pipeline:
@@ -246,16 +254,16 @@ class Pipeline:
         device: torch.device | str = "cpu",
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,
-        slices: Slices | None = None,
+        slices: SliceRunner | None = None,
         parks: Groups = (),
         picked: bool = False,
     ) -> None:
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
         self.timeline, self.slices, self.picked = timeline, slices, picked
         # one rank, one forward and its backward: no edges to add and no order to check
-        self.plain = plain = timeline.ranks == 1 and timeline.rank.size <= ONE.rank.size
+        self.plain = plain = timeline.ranks == 1 and timeline.rank.size <= SINGLE_STAGE.rank.size
         pairs = set() if plain else self._pairs()
-        self.mail = Mail(group, down, torch.device(device), pairs)
+        self.mail = PeerChannel(group, down, torch.device(device), pairs)
         self.parking = None if plain else self._make_parking(parks)
         self.offloaded = frozenset() if plain else self._work_with(Kind.EVICT, Kind.OFFLOAD)
         self.recomputed = frozenset() if plain else self._work_with(Kind.RECOMPUTE)
@@ -264,11 +272,11 @@ class Pipeline:
             raise refusal(
                 "S608", "", reason, "leave `slices` out, or keep activations on the device"
             )
-        self.sizes = Sizes()
+        self.sizes = MessageLayouts()
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}
-        self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
-        self._routes: dict[Work, Route] = {}
+        self._orders: dict[tuple[int, bool], tuple[ScheduledOp, ...]] = {}
+        self._routes: dict[WorkItem, MessageRoute] = {}
 
     def _pairs(self) -> set[tuple[int, int]]:
         """Return the pairs of ranks that exchange tensors; give the timeline the edges of the
@@ -285,36 +293,36 @@ class Pipeline:
             for replica in range(self.timeline.replicas)
         }
 
-    def _make_parking(self, parks: Groups) -> Parking | None:
+    def _make_parking(self, parks: Groups) -> PartnerEviction | None:
         """Return the parking of activations on other ranks; None if the timeline has no EVICT."""
         t = self.timeline
         sent = t.kind == Kind.EVICT
         if not sent.any():
             return None
         partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(t.rank[sent], t.peer[sent])}
-        return Parking(parks, self.mail.device, partners)
+        return PartnerEviction(parks, self.mail.device, partners)
 
     @cached_property
     def _places(self) -> list[list[int]]:
-        found: list[list[int]] = self.timeline.homes.tolist()
+        found: list[list[int]] = self.timeline.replica_ranks.tolist()
         return found
 
-    def home(self, stage: int, replica: int = 0) -> int:
+    def place_of(self, stage: int, replica: int = 0) -> int:
         """Return the place that runs a replica of a stage."""
         return self._places[replica][stage]
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
         """Return the global rank that runs a replica of a stage."""
-        return self.ranks[self.home(stage, replica)]
+        return self.ranks[self.place_of(stage, replica)]
 
-    def route(self, work: Work) -> Route:
+    def route(self, work: WorkItem) -> MessageRoute:
         """Return the messages of some work; they are named once."""
         if (found := self._routes.get(work)) is not None:
             return found
         stage, at = self.stages[work.stage], work.stage
 
         def is_local(other: int) -> bool:
-            return self.home(other, work.replica) == self.place
+            return self.place_of(other, work.replica) == self.place
 
         tokens = {
             one
@@ -322,19 +330,21 @@ class Pipeline:
             for some in route.values()
             for one in some
         }
-        outgoing = {end: message(False, at, end, work) for end in stage.outgoing}
+        outgoing = {end: make_message(False, at, end, work) for end in stage.outgoing}
         returned = [
-            (message(True, at, end, work), is_local(end), some)
+            (make_message(True, at, end, work), is_local(end), some)
             for end, some in stage.returned.items()
         ]
-        self._routes[work] = found = Route(
-            tuple((message(False, end, at, work), some) for end, some in stage.incoming.items()),
+        self._routes[work] = found = MessageRoute(
+            tuple(
+                (make_message(False, end, at, work), some) for end, some in stage.incoming.items()
+            ),
             tuple(
                 (name, is_local(end), stage.outgoing[end], stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(
-                (message(True, end, at, work), name, stage.awaited[end])
+                (make_message(True, end, at, work), name, stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(returned),
@@ -353,16 +363,16 @@ class Pipeline:
         source, target = (op.stage, op.peer) if sends else (op.peer, op.stage)
         stage = self.stages[op.stage]
         tokens = () if sends else (stage.awaited if back else stage.incoming)[op.peer]
-        sent = message(False, op.stage, op.peer, op)
-        name = message(back, source, target, op)
+        sent = make_message(False, op.stage, op.peer, op)
+        name = make_message(back, source, target, op)
         return Transfer(name, self.rank_of(op.peer, op.replica), len(tokens), sent)
 
-    def fills(self, bag: Bag) -> AbstractContextManager[Any]:
+    def collect_into(self, bag: SavedStorages) -> AbstractContextManager[Any]:
         """Return a context that collects activations of a forward, which will be offloaded, in a
         bag."""
-        return bag.at_hand() if self.picked else bag.collecting()
+        return bag.offer() if self.picked else bag.collect()
 
-    def _work_with(self, *kinds: Kind) -> frozenset[Work]:
+    def _work_with(self, *kinds: Kind) -> frozenset[WorkItem]:
         """Return the work for which this rank has operations of these kinds."""
         t = self.timeline
         planned = np.isin(t.kind, kinds)
@@ -378,9 +388,9 @@ class Pipeline:
         *,
         train: bool = True,
         around: Callable[[Op], AbstractContextManager[Any]] = lambda op: nullcontext(),
-        on_op: Callable[[Event], None] | None = None,
+        on_op: Callable[[ScheduledOp], None] | None = None,
         keep_outputs: bool = False,
-    ) -> dict[int, Result]:
+    ) -> dict[int, MicrobatchResult]:
         """Run one step: add gradients to the `.grad` of the parameters; parameters do not change.
 
         Every rank passes the same `microbatches`. The gradient is that of the sum of loss * scale.
@@ -388,7 +398,7 @@ class Pipeline:
         operation. Returns the results of the microbatches whose last stage this rank runs, in
         order.
         """
-        kind = SlicedStep if self.slices is not None and train else Step
+        kind = SlicedStep if self.slices is not None and train else PipelineStep
         step = kind(self, microbatches, scale, train, keep_outputs)
         with torch.set_grad_enabled(train):
             for event in self._order(len(microbatches), train):
@@ -401,15 +411,15 @@ class Pipeline:
                     if self.parking is not None:
                         self.parking.make_room()
                     with around(op):
-                        self.handlers[op.kind](step, event.subject)
+                        self.handlers[op.kind](step, event.argument)
                 else:
-                    self.handlers[op.kind](step, event.subject)
+                    self.handlers[op.kind](step, event.argument)
         self.mail.finish()
         if self.parking is not None:
             self.parking.finish()
         return dict(sorted(step.results.items()))
 
-    def _order(self, count: int, train: bool) -> tuple[Event, ...]:
+    def _order(self, count: int, train: bool) -> tuple[ScheduledOp, ...]:
         """Return this rank's operations for a number of microbatches.
 
         Evaluation takes any number of microbatches, training the planned one.
@@ -433,7 +443,7 @@ class Pipeline:
             waits = _unreduced_backwards(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
-                Event(
+                ScheduledOp(
                     op,
                     last.get(op.stage) == k,
                     k not in waits,
@@ -453,7 +463,7 @@ class Pipeline:
         order = with_transfers(order, self.lookahead + earlier)
         if train and Kind.UNSHARD in self.handlers:
             order = with_gathers(order)
-        check(order)
+        check_timeline(order)
         if self.mail.queues:
             check_queues(order, one_way=self.mail.down is not self.mail.group)
         return order

@@ -1,6 +1,6 @@
 """Point-to-point messages between the ranks of a pipeline, posted in one order.
 
-The executor sends and receives through `Mail`; a header tells the layout of a message once.
+The executor sends and receives through `PeerChannel`; a header tells the layout of a message once.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 from torch._C import DisableTorchFunction
 
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import not_there, sent
-from schedlang.runtime.storage.tiers import DEVICE, made_on
+from schedlang.runtime.device import is_meta, send_to_device
+from schedlang.runtime.storage.tiers import DEVICE, empty_on
 
-Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+MessageLayout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 DIMS = 8
-HEADER = DIMS + 2  # per tensor: dtype, number of dims, sizes
+HEADER_SIZE = DIMS + 2  # per tensor: dtype, number of dims, sizes
 
 # a header names a dtype by its index in DTYPES, which is the same on every rank
-CARRIED = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
+NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
 DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 )
 
 
-def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
+def layout_of(tensors: Sequence[torch.Tensor]) -> MessageLayout:
     """Return dtype and shape of each tensor."""
     return tuple([(t.dtype, tuple(t.shape)) for t in tensors])
 
 
-Arriving = tuple[list[torch.Tensor], list[Any]]  # tensors of a message, handles to wait for
+PostedReceive = tuple[list[torch.Tensor], list[Any]]  # tensors of a message, handles to wait for
 
 
 @dataclass(eq=False)
@@ -43,12 +43,12 @@ class _PendingReceive:
 
     source: int
     count: int
-    layout: Callable[[], Layout | None]
-    learn: Callable[[Layout], None]
-    arriving: Arriving | None = None
+    layout: Callable[[], MessageLayout | None]
+    learn: Callable[[MessageLayout], None]
+    arriving: PostedReceive | None = None
 
 
-class Mail:
+class PeerChannel:
     """Sends and receives of one rank with the other ranks of its pipeline.
 
     gloo and NCCL match messages between two ranks in the order of posting, so a message is posted
@@ -68,22 +68,22 @@ class Mail:
     ) -> None:
         self.tier = tier
         self.group, self.down, self.device = group, down or group, device
-        self.rank = world.here().rank
+        self.rank = world.current_world().rank
         # whether the backend runs the messages of two ranks one after the other, and reports which
         # have arrived: NCCL does, gloo does not
-        self.queues = group is not None and world.here().queues(device)
+        self.queues = group is not None and world.current_world().orders_messages(device)
         self._queues: dict[int, deque[_PendingReceive]] = {}
-        self._expected: dict[Hashable, _PendingReceive | Arriving] = {}
+        self._expected: dict[Hashable, _PendingReceive | PostedReceive] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         if self.queues:
             self._connect_pairs(pairs)
 
     @cached_property
     def _frees_early(self) -> bool:
-        return self.queues or not_there(self.device)  # a dry run plays an accelerator
+        return self.queues or is_meta(self.device)  # a dry run plays an accelerator
 
     @property
-    def tells(self) -> bool:
+    def reports_arrival(self) -> bool:
         """Whether the backend reports which messages have arrived."""
         return self.queues
 
@@ -118,8 +118,8 @@ class Mail:
         source: int,
         key: Hashable,
         count: int,
-        layout: Callable[[], Layout | None],
-        learn: Callable[[Layout], None] = lambda layout: None,
+        layout: Callable[[], MessageLayout | None],
+        learn: Callable[[MessageLayout], None] = lambda layout: None,
     ) -> None:
         """Expect a message of `count` tensors; its receive is posted as soon as its layout is
         known.
@@ -167,13 +167,13 @@ class Mail:
             self.free(key)
         assert not self._expected, "messages were expected and not taken"
 
-    def _start(self, source: int, layout: Layout) -> Arriving:
+    def _start(self, source: int, layout: MessageLayout) -> PostedReceive:
         """Post the receives of a message whose layout is known."""
         lane = self._group_for(source, self.rank)
         tensors, works = [], []
         with DisableTorchFunction():
             for dtype, shape in layout:
-                tensor = made_on(self.device, shape, dtype, self.tier)
+                tensor = empty_on(self.device, shape, dtype, self.tier)
                 tensors.append(tensor)
                 if tensor.numel():
                     works.append(world.irecv(_wire_tensor(tensor), source, lane))
@@ -195,8 +195,8 @@ class Mail:
             if expected is until:
                 until = None
 
-    def _receive_header(self, source: int, count: int) -> Layout:
-        header = torch.empty((count, HEADER), dtype=torch.int64, device=self.device)
+    def _receive_header(self, source: int, count: int) -> MessageLayout:
+        header = torch.empty((count, HEADER_SIZE), dtype=torch.int64, device=self.device)
         world.irecv(_wire_tensor(header), source, self._group_for(source, self.rank)).wait()
         return tuple((DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in header.tolist())
 
@@ -204,17 +204,17 @@ class Mail:
         return self.group if source < target else self.down
 
 
-def _header(layout: Layout, device: torch.device) -> torch.Tensor:
+def _header(layout: MessageLayout, device: torch.device) -> torch.Tensor:
     rows = []
     for dtype, shape in layout:
         assert len(shape) <= DIMS, f"a tensor of {len(shape)} dims between stages"
         rows.append([DTYPES.index(dtype), len(shape), *shape, *[0] * (DIMS - len(shape))])
-    return sent(torch.tensor(rows, dtype=torch.int64), device)
+    return send_to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _wire_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor to send: itself, or its bytes where a backend may not know its dtype."""
-    if tensor.dtype in CARRIED:  # contiguous, as the receiver expects it
+    if tensor.dtype in NATIVE_DTYPES:  # contiguous, as the receiver expects it
         return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     flat = tensor.detach().contiguous().reshape(-1)
     # a float64 mode refuses views of bits; nothing is computed from these

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Op
-from schedlang.runtime.before_forward import Before
-from schedlang.runtime.device import Replayed, default_generators, own_generators
-from schedlang.runtime.inside import modules_in
-from schedlang.runtime.pipeline.flight import work_of
-from schedlang.runtime.scope import remember
-from schedlang.runtime.tracing.graph import Token
+from schedlang.runtime.device import RestoredGenerators, default_generators, module_generators
+from schedlang.runtime.forward_attributes import AttributeSnapshot
+from schedlang.runtime.pipeline.in_flight import work_of
+from schedlang.runtime.scope import reuse_memo
+from schedlang.runtime.submodules import modules_in
+from schedlang.runtime.tracing.stage_graph import Token
 
 if TYPE_CHECKING:
-    from schedlang.runtime.pipeline.step import Step
+    from schedlang.runtime.pipeline.step import PipelineStep
 
 
 @dataclass
-class Kept:
+class RecomputeInputs:
     """The inputs of a stage's forward, for a second run of it.
 
     These are the received values, the states of random generators, the attributes of modules before
@@ -35,29 +35,31 @@ class Kept:
     """
 
     received: Mapping[Token, Tensor]
-    drawn: Replayed
-    before: Before
-    noted: dict[Any, Any] = field(default_factory=dict)
+    rng_states: RestoredGenerators
+    before: AttributeSnapshot
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
-    def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
+    def capture(
+        received: Mapping[Token, Tensor], model: nn.Module, device: torch.device
+    ) -> RecomputeInputs:
         """Store the inputs before a forward of a stage's model, with the generators of device and
         model."""
         inside = modules_in(model)
-        drawn = Replayed([*default_generators([device]), *own_generators(inside)])
-        return Kept(received, drawn, Before(inside))
+        drawn = RestoredGenerators([*default_generators([device]), *module_generators(inside)])
+        return RecomputeInputs(received, drawn, AttributeSnapshot(inside))
 
 
-def recompute(step: Step, op: Op) -> None:
+def recompute(step: PipelineStep, op: Op) -> None:
     """Run a forward again, now with its graph; its outputs were already sent and are not sent
     again."""
     work = work_of(op)
     inputs = step.recompute_inputs.pop(work)
     model = step.pipe.stages[work.stage].model
     before = _snapshot_buffers(model)
-    remember(inputs.noted)
-    with inputs.drawn, inputs.before.again():
-        step.launch(work, inputs.received)
+    reuse_memo(inputs.memo)
+    with inputs.rng_states, inputs.before.restored():
+        step.run_forward(work, inputs.received)
     _restore_statistics(model, before)
 
 

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedlang.runtime.inside import hooked
 from schedlang.runtime.storage.offloaded_gradients import run_hooks
+from schedlang.runtime.submodules import remove_hooks_after
 
 
 class SplitBackward:
     """One backward in two halves (Qi et al., Zero Bubble, 2401.10241).
 
     `roots` are tensors or gradient edges, `grads` their gradients, `leaves` the inputs of the
-    stage. `inputs()` computes only the gradients of the inputs, and stores the gradients that
-    arrive at each branch: a node on the way to an input, from which a weight is reached too.
-    `weights()` continues from the branches to the weights alone. A weight below several branches is
-    done in the first half, because a pass from the upper branch would run through the lower.
-    Without inputs, the first half does nothing and the second is the full backward. Weights for
-    which `waits` returns False are done in the first half too.
+    stage. `backward_inputs()` computes only the gradients of the inputs, and stores the gradients
+    that arrive at each branch: a node on the way to an input, from which a weight is reached too.
+    `backward_weights()` continues from the branches to the weights alone. A weight below several
+    branches is done in the first half, because a pass from the upper branch would run through the
+    lower. Without inputs, the first half does nothing and the second is the full backward. Weights
+    for which `waits` returns False are done in the first half too.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SplitBackward:
         self.waits = waits
         self._later: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
 
-    def inputs(self) -> list[torch.Tensor | None]:
+    def backward_inputs(self) -> list[torch.Tensor | None]:
         """Return the gradients of the leaves; None where the roots do not depend on a leaf."""
         if not self.leaves or not self.roots:
             return [None] * len(self.leaves)
@@ -51,7 +51,7 @@ class SplitBackward:
         late = [[w for w in weights if w not in done] for weights in below]
         stored: dict[Node, tuple[Any, ...]] = {}
         wanted = [*self.leaves, *(_variable(weight) for weight in early)]
-        with hooked(_store_gradients(node, stored) for node in branches):
+        with remove_hooks_after(_store_gradients(node, stored) for node in branches):
             found = torch.autograd.grad(
                 self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
             )
@@ -66,7 +66,7 @@ class SplitBackward:
         self.roots, self.grads = [], []
         return list(found[: len(self.leaves)])
 
-    def weights(self) -> None:
+    def backward_weights(self) -> None:
         """Add the gradients of the weights to their `.grad`, and free the graph."""
         if self.roots:
             torch.autograd.backward(self.roots, self.grads)

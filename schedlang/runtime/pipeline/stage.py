@@ -21,21 +21,27 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called, loss_of
-from schedlang.runtime.kept_outside import kept_outside
-from schedlang.runtime.mixed_precision import as_in, imitated
-from schedlang.runtime.modes import outside
-from schedlang.runtime.rng.logical_dropout import Alone
-from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
-from schedlang.runtime.storage.saved import policies
-from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta, tensors_in
-from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
+from schedlang.runtime.batch import loss_of, run_model
+from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.mixed_precision import cast_like, imitate_autocast
+from schedlang.runtime.modes import without_modes
+from schedlang.runtime.rng.logical_dropout import SourceMode
+from schedlang.runtime.scope import (
+    capture_scope,
+    current_visit,
+    enter_slice,
+    named_sites,
+    skip_calls,
+)
+from schedlang.runtime.storage.saved_tensors_slot import policies
+from schedlang.runtime.tracing.meta_runs import meta_batch, meta_model, on_meta, tensors_in
+from schedlang.runtime.tracing.stage_graph import StageSplit, Token, refusal
+from schedlang.runtime.tracing.units import CallHook, CallSwitch, call_foreign_hook, intercept_hooks
 
 # ---- Random draws of a call that does not run here: counted, so that later calls draw as usual.
 
 
-class Counted:
+class DrawCounter:
     """Counter of random draws by call site; its masks drop nothing: only shapes are used."""
 
     def __init__(self) -> None:
@@ -43,12 +49,12 @@ class Counted:
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """Return a mask of `shape` that drops nothing."""
-        self.calls[scope.site()] += 1
+        self.calls[scope.current_site()] += 1
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros of `shape`, where the model draws numbers in [0, 1)."""
-        self.calls[scope.site()] += 1
+        self.calls[scope.current_site()] += 1
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
@@ -68,20 +74,20 @@ class StageEnd(BaseException):
     """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
 
 
-class Forwarded(NamedTuple):
+class ForwardResult(NamedTuple):
     """The results of one forward of a stage.
 
-    `made` are the values for other stages, detached; `edges` are the graph edges where their
+    `values` are the values for other stages, detached; `edges` are the graph edges where their
     gradients enter. `output` and `loss` are those of the model, on the last stage only.
     """
 
-    made: Mapping[Token, torch.Tensor]
+    values: Mapping[Token, torch.Tensor]
     edges: Mapping[Token, GradientEdge]
     output: Any = None
     loss: torch.Tensor | None = None
 
 
-class Order:
+class CallOrder:
     """Checks that each unit is called once, in the order of the recorded forward (S614).
 
     A forward that calls units in another order would use values from units that never sent them.
@@ -90,7 +96,7 @@ class Order:
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.due = names, 0
 
-    def next(self, unit: int) -> None:
+    def check(self, unit: int) -> None:
         """Check the unit that is called now; the number of units stands for the end."""
         if unit == self.due:
             self.due += 1
@@ -145,7 +151,7 @@ def _hidden_write(name: str) -> Refusal:
     )
 
 
-class Recorded:
+class RecordedOutputs:
     """The outputs of units that a recorded forward showed, for stubs of a model in the same state.
 
     In another state (dtypes, training flags), units may return other outputs.
@@ -166,7 +172,7 @@ class Recorded:
         if _is_transferable(found) and not self._unsafe[unit]:
             self.outputs[_key(unit, self._training[unit], arguments, "meta")] = found
 
-    def known_of(self, model: nn.Module) -> Outputs:
+    def outputs_for(self, model: nn.Module) -> Outputs:
         """Return the outputs that are valid for a model: none if the model is in another state."""
         return self.outputs if _model_state(model) == self.of else {}
 
@@ -208,7 +214,7 @@ class Stub:
     def __init__(
         self,
         reference: nn.Module,
-        cut: Cut,
+        cut: StageSplit,
         known: Outputs | None = None,
         copied: Callable[[], nn.Module] | None = None,
     ) -> None:
@@ -220,12 +226,12 @@ class Stub:
         self._placeholders: dict[Any, Tensor] = {}
         # of units that return one tensor and do nothing else: its token, and its placeholder
         self._single_outputs: dict[Any, tuple[Token, Tensor | None]] = {}
-        self._outside = capture()  # a run on meta draws no masks and counts no calls
+        self._outside = capture_scope()  # a run on meta draws no masks and counts no calls
 
     @cached_property
     def units(self) -> tuple[nn.Module, ...]:
         """The units, on the meta device."""
-        with outside():
+        with without_modes():
             reference = self._copied()
         named_sites(reference)
         return tuple(reference.get_submodule(name) for name in self._units)
@@ -250,8 +256,8 @@ class Stub:
                 return blank.detach()
         known = self._known.get(key)
         if known is None:
-            with context or kept_outside(module), imitated(device.type):
-                known = self._known[key] = self._shapes(unit, args, kwargs, module)
+            with context or restore_global_state(module), imitate_autocast(device.type):
+                known = self._known[key] = self._run_on_meta(unit, args, kwargs, module)
         leaves, spec, draws, hook_calls, written = known
         if written and any((unit, k) not in {**self.leaves, **received} for k in written):
             raise _hidden_write(self.names[unit])
@@ -270,7 +276,9 @@ class Stub:
                 self._single_outputs[key] = token, blank
         return output
 
-    def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
+    def find_outputs(
+        self, switch: CallSwitch, model: nn.Module, batch: Mapping[str, Any], last: int
+    ) -> None:
         """Find the outputs of all units before `last` for one part of a batch.
 
         The model's own forward runs, but its units do not: the code between the units makes their
@@ -283,11 +291,11 @@ class Stub:
                 raise StageEnd
             return self(unit, args, kwargs, {}, device, switch.modules[unit], nullcontext())
 
-        with kept_outside(model), switch.using(handle), suppress(StageEnd):
-            called(model, batch)
+        with restore_global_state(model), switch.using(handle), suppress(StageEnd):
+            run_model(model, batch)
 
     @property
-    def found(self) -> Outputs:
+    def portable_outputs(self) -> Outputs:
         """All outputs found so far that mean the same in another process."""
         return {key: made for key, made in self._known.items() if _is_transferable(made)}
 
@@ -310,7 +318,9 @@ class Stub:
             arguments = [self._filler(unit, None, leaf, device) for leaf in one.arguments]
             module = owner.get_submodule(one.name)
             output = pytree.tree_unflatten(made, one.spec)
-            tell(module, one.hook, pytree.tree_unflatten(arguments, one.arguments_spec), output)
+            call_foreign_hook(
+                module, one.hook, pytree.tree_unflatten(arguments, one.arguments_spec), output
+            )
 
     def _filler(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
         """Return a placeholder for a leaf that nothing may read: NaN without memory, so that a read
@@ -331,17 +341,17 @@ class Stub:
             self._placeholders[key] = made.expand(shape)
         return made.expand(shape)
 
-    def _shapes(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _UnitOutput:
-        counted, hook_calls = Counted(), list[_HookCall]()
+    def _run_on_meta(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _UnitOutput:
+        counted, hook_calls = DrawCounter(), list[_HookCall]()
 
-        def on_hook(name: str, hook: int, call: Tell, arguments: Any, output: Any) -> None:
+        def on_hook(name: str, hook: int, call: CallHook, arguments: Any, output: Any) -> None:
             hook_calls.append(
                 _HookCall(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(arguments))
             )
 
         try:
-            part = visit()
-            shapes = visiting(part.on_meta() if part is not None else None)
+            part = current_visit()
+            shapes = enter_slice(part.on_meta() if part is not None else None)
             with ExitStack() as stack:
                 modes = (
                     torch.no_grad(),
@@ -349,13 +359,13 @@ class Stub:
                     shapes,
                     torch.device("meta"),
                     on_meta((), ()),
-                    as_in(module, self.units[unit]),  # casts of modules around it
+                    cast_like(module, self.units[unit]),  # casts of modules around it
                 )
                 for mode in modes:
                     stack.enter_context(mode)
                 # modules inside may be called again from elsewhere, and must draw the next numbers
-                stack.enter_context(Alone(counted))
-                stack.enter_context(overheard(self.units[unit], on_hook, hooked=module))
+                stack.enter_context(SourceMode(counted))
+                stack.enter_context(intercept_hooks(self.units[unit], on_hook, hooked=module))
                 arguments = meta_batch(args), meta_batch(kwargs)
                 before = [(t, t._version) for t in tensors_in(arguments)]
                 output = self.units[unit](*arguments[0], **arguments[1])
@@ -386,15 +396,15 @@ class Stage:
     def __init__(
         self,
         model: nn.Module,
-        cut: Cut,
+        cut: StageSplit,
         index: int,
         *,
-        switch: Switch | None = None,
+        switch: CallSwitch | None = None,
         stub: Stub | None = None,
         loss: Loss | None = None,
         split: bool = True,
         late: Collection[str] | None = None,
-        through: Callable[[Callable[[], Forwarded]], Forwarded] | None = None,
+        through: Callable[[Callable[[], ForwardResult]], ForwardResult] | None = None,
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
@@ -412,10 +422,10 @@ class Stage:
         self.hook_units = frozenset(unit for unit, k in self.sent_tokens if k < 0)
         if not self.whole:
             self.units = cut.units(index)
-            self.switch = switch or Switch(model, cut.graph.units)
+            self.switch = switch or CallSwitch(model, cut.graph.units)
             self.stub = stub or Stub(meta_model(model, {}), cut)
 
-    def waits(self, weight: torch.Tensor) -> bool:
+    def is_deferred(self, weight: torch.Tensor) -> bool:
         """Return whether the gradient of a weight is left to W."""
         return self._late is None or id(weight) in self._late
 
@@ -436,14 +446,14 @@ class Stage:
         batch: Mapping[str, Any],
         received: Mapping[Token, torch.Tensor],
         train: bool = True,
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """Run the forward of one microbatch; `received` holds every token of `incoming`.
 
         Without training the loss is not called: there may be no labels, and it may write into the
         output.
         """
         if self.whole:
-            return self._last_result(called(self.model, batch), batch, train, {}, {})
+            return self._last_result(run_model(self.model, batch), batch, train, {}, {})
         if self.through is None:
             return self._replay(batch, received, train)
         return self.through(lambda: self._replay(batch, received, train))
@@ -455,22 +465,22 @@ class Stage:
         train: bool,
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """Return the result of the last stage: the output, and in training the loss."""
         loss = loss_of(output, batch, self.loss) if train else None
-        return Forwarded(made, edges, output, loss)
+        return ForwardResult(made, edges, output, loss)
 
     def _replay(
         self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """Run the model's own forward, with only the units of this stage."""
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _batch_device(batch)
-        order, first, end = Order(self.cut.graph.labels), self.units.start, self.units.stop
+        order, first, end = CallOrder(self.cut.graph.labels), self.units.start, self.units.stop
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
-            order.next(unit)
+            order.check(unit)
             if unit < first:
                 if order.due == first:
                     policies.replayed = False
@@ -489,10 +499,10 @@ class Stage:
         try:
             with self.switch.using(handle):
                 try:
-                    output = called(self.model, batch)
+                    output = run_model(self.model, batch)
                 except StageEnd:
-                    return Forwarded(made, edges)
-                order.next(len(self.cut.graph.units))
+                    return ForwardResult(made, edges)
+                order.check(len(self.cut.graph.units))
                 return self._last_result(output, batch, train, made, edges)
         finally:
             policies.replayed = before
@@ -529,12 +539,12 @@ class Stage:
         """Capture the arguments of hooks inside a unit, because other stages need them."""
         sides = count(1)
 
-        def on_hook(name: str, hook: int, call: Tell, arguments: Any, output: Any) -> Any:
+        def on_hook(name: str, hook: int, call: CallHook, arguments: Any, output: Any) -> Any:
             for leaf in pytree.tree_leaves(output):
                 self._send((unit, -next(sides)), leaf, made, edges)
             return call(arguments, output)
 
-        with overheard(self.model.get_submodule(self.cut.graph.units[unit]), on_hook):
+        with intercept_hooks(self.model.get_submodule(self.cut.graph.units[unit]), on_hook):
             yield
 
 
@@ -550,7 +560,7 @@ class _GraphInput(torch.autograd.Function):
         return grad
 
 
-def enter(leaf: torch.Tensor) -> torch.Tensor:
+def as_graph_input(leaf: torch.Tensor) -> torch.Tensor:
     """Return the tensor that the model gets for a received leaf."""
     if not leaf.requires_grad:
         return leaf

@@ -9,32 +9,39 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.adapters.torch_tensor import backward
-from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
-from schedlang.runtime.device import not_there
+from schedlang.runtime.adapters.torch_tensor import run_backward
+from schedlang.runtime.batch import bad_loss_diagnostic, is_loss, no_loss_diagnostic
+from schedlang.runtime.batch_weights import Number, filled_like
+from schedlang.runtime.device import is_meta
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
-from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address
-from schedlang.runtime.pipeline.p2p import Layout, layout_of
-from schedlang.runtime.pipeline.recomputed_forward import Kept
+from schedlang.runtime.pipeline.in_flight import (
+    InFlight,
+    SavedStorages,
+    SliceCarry,
+    StageMessage,
+    WorkItem,
+    storage_key,
+)
+from schedlang.runtime.pipeline.p2p import MessageLayout, layout_of
+from schedlang.runtime.pipeline.recomputed_forward import RecomputeInputs
 from schedlang.runtime.pipeline.split_backward import SplitBackward
-from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
-from schedlang.runtime.scope import noted
-from schedlang.runtime.storage.saved import Addresses
-from schedlang.runtime.tracing.graph import Token
-from schedlang.runtime.weights import Number, filled
+from schedlang.runtime.pipeline.stage import ForwardResult, Stage, as_graph_input, signature
+from schedlang.runtime.scope import last_memo
+from schedlang.runtime.storage.saved_tensors_slot import ModuleAddresses
+from schedlang.runtime.tracing.stage_graph import Token
 
 if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Pipeline
 
 
-class Result(NamedTuple):
+class MicrobatchResult(NamedTuple):
     """The result of a microbatch on the rank of the last stage: unscaled loss, and output."""
 
     loss: torch.Tensor | None
     output: Any
 
 
-class Step:
+class PipelineStep:
     """The state of one step; the handlers of operations read and change it.
 
     flights         state of each microbatch between forward and backward, by work
@@ -59,48 +66,50 @@ class Step:
         assert len(self.scale) == len(batches), "one scale per microbatch"
         alone = len(pipe.timeline.edges) == 0
         self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
-        self.flights: dict[Work, Flight] = {}
-        self.recompute_inputs: dict[Work, Kept] = {}
-        self.host_copies: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
-        self.layouts: dict[Message, Layout] = {}
-        self.local_messages: dict[Message, list[torch.Tensor]] = {}
-        self.outbox: dict[Message, tuple[list[torch.Tensor], Layout | None]] = {}
-        self.results: dict[int, Result] = {}
+        self.flights: dict[WorkItem, InFlight] = {}
+        self.recompute_inputs: dict[WorkItem, RecomputeInputs] = {}
+        self.host_copies: dict[WorkItem, list[tuple[torch.Tensor, torch.device]]] = {}
+        self.layouts: dict[StageMessage, MessageLayout] = {}
+        self.local_messages: dict[StageMessage, list[torch.Tensor]] = {}
+        self.outbox: dict[StageMessage, tuple[list[torch.Tensor], MessageLayout | None]] = {}
+        self.results: dict[int, MicrobatchResult] = {}
 
     def run(
-        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
-    ) -> tuple[Forwarded, Carried | None]:
+        self, stage: Stage, work: WorkItem, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[ForwardResult, SliceCarry | None]:
         """Run the forward of a stage on one microbatch, or on one slice of it."""
         return stage.forward(self.batches[work.microbatch], received, self.train), None
 
-    def weight(self, work: Work) -> Number:
+    def weight(self, work: WorkItem) -> Number:
         """Return the factor of the loss in backward."""
         return self.scale[work.microbatch]
 
-    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+    def store_result(self, work: WorkItem, loss: torch.Tensor | None, output: Any) -> None:
         """Store the result of the last stage."""
-        self.results[work.microbatch] = Result(loss, output)
+        self.results[work.microbatch] = MicrobatchResult(loss, output)
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def forward(self, work: Work) -> None:
+    def forward(self, work: WorkItem) -> None:
         """Run a stage on the values of earlier stages; store the values for later stages to be
         sent."""
         stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         received: dict[Token, torch.Tensor] = {}
         for name, tokens in route.incoming:
-            received.update(zip(tokens, self.collect(name)))
+            received.update(zip(tokens, self.receive(name)))
         if self.train and work in self.pipe.recomputed:
-            self.recompute_inputs[work] = Kept.now(received, stage.model, self.pipe.mail.device)
+            self.recompute_inputs[work] = RecomputeInputs.capture(
+                received, stage.model, self.pipe.mail.device
+            )
             # the second run must get the same inputs as the first
             own = {t: v.clone() if t in route.written else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
-            self.recompute_inputs[work].noted = noted()
-            self.recompute_inputs[work].before.settle(type(stage.model).__name__)
+            self.recompute_inputs[work].memo = last_memo()
+            self.recompute_inputs[work].before.store_changes(type(stage.model).__name__)
         else:
-            done = self.launch(work, received)
-        made = done.made
+            done = self.run_forward(work, received)
+        made = done.values
         for name, is_local, tokens, awaited in route.outgoing:
             if is_local:  # each stage of this rank writes into its own copy
                 self.local_messages[name] = [
@@ -118,15 +127,15 @@ class Step:
                 batch = self.batches[work.microbatch]
                 has_loss = stage.loss is not None
                 raise Refusal(
-                    not_a_loss(done.loss, stage.model, batch)
+                    bad_loss_diagnostic(done.loss, stage.model, batch)
                     if has_loss
-                    else no_loss(stage.model, done.output, batch)
+                    else no_loss_diagnostic(stage.model, done.output, batch)
                 )
             loss = None if done.loss is None else done.loss.detach()
             output = _detach_output(done.output, stage.model) if self.keep else None
-            self.finish(work, loss, output)
+            self.store_result(work, loss, output)
 
-    def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
+    def run_forward(self, work: WorkItem, received: Mapping[Token, torch.Tensor]) -> ForwardResult:
         """Run the forward of a stage, and store what the backward needs."""
         stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         leaves: dict[Token, torch.Tensor] = {}
@@ -134,67 +143,67 @@ class Step:
         for token in route.leaves if self.train else ():
             leaves[token] = value = received[token].requires_grad_()
             if token in route.written:  # a leaf must not be written into
-                entered = {**entered, token: enter(value)}
-        bag = self.bag(stage, work) if work in self.pipe.offloaded else None
+                entered = {**entered, token: as_graph_input(value)}
+        bag = self.make_bag(stage, work) if work in self.pipe.offloaded else None
         if bag is None:
             done, carried = self.run(stage, work, entered)
         else:
-            with self.pipe.fills(bag):
+            with self.pipe.collect_into(bag):
                 done, carried = self.run(stage, work, entered)
             bag.close(leaves.values())
         if self.train:
             loss = done.loss if stage.last else None
-            self.flights[work] = Flight(leaves, done.edges, loss, carried=carried, bag=bag)
+            self.flights[work] = InFlight(leaves, done.edges, loss, carried=carried, bag=bag)
         return done
 
-    def bag(self, stage: Stage, work: Work) -> Bag:
+    def make_bag(self, stage: Stage, work: WorkItem) -> SavedStorages:
         """Return a bag for the tensors that a forward saves, except weights, buffers and model
         inputs."""
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        stays = Addresses(stage.model, address, tensors)
-        return Bag(stays, on_meta=not_there(self.pipe.mail.device))
+        stays = ModuleAddresses(stage.model, storage_key, tensors)
+        return SavedStorages(stays, on_meta=is_meta(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def backward(self, work: Work) -> None:
+    def backward(self, work: WorkItem) -> None:
         """Compute all gradients of a stage: of inputs and of weights."""
         flight = self.flights[work]
-        roots, grads = self.roots(flight, work)
+        roots, grads = self.gradient_roots(flight, work)
         del self.flights[work]
         if roots:
-            (torch.autograd.backward if self.pipe.plain else backward)(roots, grads)
-        self.give_back(flight, work)
+            (torch.autograd.backward if self.pipe.plain else run_backward)(roots, grads)
+        self.return_gradients(flight, work)
 
-    def input_backward(self, work: Work) -> None:
+    def input_backward(self, work: WorkItem) -> None:
         """Compute the gradients of a stage's inputs; those of the weights may wait."""
         stage = self.pipe.stages[work.stage]
         if not stage.split:
             self.backward(work)
             return
         flight = self.flights[work]
-        roots, grads = self.roots(flight, work)
+        roots, grads = self.gradient_roots(flight, work)
         leaves = [*flight.leaves.values(), *(flight.carried.leaves() if flight.carried else ())]
-        flight.split = SplitBackward(roots, grads, leaves, stage.waits)
-        for leaf, grad in zip(leaves, flight.split.inputs()):
+        flight.split = SplitBackward(roots, grads, leaves, stage.is_deferred)
+        for leaf, grad in zip(leaves, flight.split.backward_inputs()):
             if grad is not None:  # several later slices may each add a gradient
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
-        self.give_back(flight, work)
+        self.return_gradients(flight, work)
 
-    def weight_backward(self, work: Work) -> None:
+    def weight_backward(self, work: WorkItem) -> None:
         """Compute the gradients of a stage's weights that the input backward has deferred."""
         if self.pipe.stages[work.stage].split:
             flight = self.flights.pop(work)
             assert flight.split is not None
-            flight.split.weights()
+            flight.split.backward_weights()
 
-    def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
+    def gradient_roots(self, flight: InFlight, work: WorkItem) -> tuple[list[Any], list[Any]]:
         """Return the graph edges where gradients enter this stage, and these gradients."""
         if flight.bag is not None:
-            flight.bag.open()
+            flight.bag.restore()
         total: dict[Token, torch.Tensor] = {}
         for name, sent, tokens in self.pipe.route(work).awaited:
-            values = self.collect(name)
+            values = self.receive(name)
             self.pipe.mail.free(sent)
             self.layouts.pop(sent, None)
             for token, value in zip(tokens, values):
@@ -204,13 +213,13 @@ class Step:
         grads: list[Any] = [total[token] for token in reached]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
-            grads.append(filled(flight.loss, self.weight(work)))
+            grads.append(filled_like(flight.loss, self.weight(work)))
         if flight.carried is not None:
             more, their = flight.carried.roots()
             roots, grads = [*roots, *more], [*grads, *their]
         return roots, grads
 
-    def give_back(self, flight: Flight, work: Work) -> None:
+    def return_gradients(self, flight: InFlight, work: WorkItem) -> None:
         """Send the gradients of the received values back to their stages."""
         for name, is_local, tokens in self.pipe.route(work).returned:
             grads = []
@@ -227,7 +236,7 @@ class Step:
 
     # -- between stages ----------------------------------------------------------------------------
 
-    def collect(self, name: Message) -> list[torch.Tensor]:
+    def receive(self, name: StageMessage) -> list[torch.Tensor]:
         """Return the values of a message from another stage."""
         return (
             self.local_messages.pop(name)
@@ -244,7 +253,7 @@ def _detach_output(output: Any, model: torch.nn.Module) -> Any:
     held = {one for p in model.parameters() if (one := _storage_address(p)) is not None}
 
     def made(leaf: Any) -> Any:
-        leaf = leaf.whole() if isinstance(leaf, LazyLogits) else leaf
+        leaf = leaf.full() if isinstance(leaf, LazyLogits) else leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.detach().clone() if _storage_address(leaf) in held else leaf.detach()

@@ -18,11 +18,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
-from schedlang.pipeline.timeline.versions import READS, updates
+from schedlang.pipeline.timeline.versions import READING_KINDS, update_versions
 from schedlang.runtime.storage.offloaded_gradients import drop_gradients
 
 
-class Versions:
+class WeightVersions:
     """The weights of this rank's one stage during a step.
 
     `update(n)` reduces the accumulated gradients and runs the optimizer on `parameters`, which
@@ -39,11 +39,11 @@ class Versions:
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.update = update
-        rows = [op for op in timeline.rows(rank) if op.kind in (*READS, Kind.STEP)]
+        rows = [op for op in timeline.rows(rank) if op.kind in (*READING_KINDS, Kind.STEP)]
         assert len({op.stage for op in rows}) == 1, "one stage on each rank"
-        self._last = {op.version: k for k, op in enumerate(rows) if op.kind in READS}
+        self._last = {op.version: k for k, op in enumerate(rows) if op.kind in READING_KINDS}
         self._rows = rows
-        self.made: list[int] = updates(timeline).tolist()
+        self.made: list[int] = update_versions(timeline).tolist()
         self.newest = self._installed = self._at = 0
         self._kept: dict[int, list[Tensor]] = {}
         self.begin()
@@ -55,13 +55,13 @@ class Versions:
         self.newest = self._installed = self._at = 0
 
     @property
-    def kept(self) -> int:
+    def stored_count(self) -> int:
         """Number of versions that are stored now."""
         return 1 + sum(version != self.newest for version in self._kept)
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         """Prepare for a row: install the version that it reads, or make the next one."""
-        if op.kind not in (*READS, Kind.STEP):
+        if op.kind not in (*READING_KINDS, Kind.STEP):
             return
         assert self._rows[self._at] == op, f"{op} instead of {self._rows[self._at]}"
         self._install(self.newest if op.kind is Kind.STEP else op.version)
@@ -72,7 +72,7 @@ class Versions:
             self._step(op.version)
         self._at += 1
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Keep only the newest weights, after the last row."""
         assert self._at == len(self._rows), "the step has not been run to its end"
         self._install(self.newest)
@@ -107,7 +107,9 @@ class Versions:
             drop_gradients(self.parameters)
 
 
-def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
+def sum_update_weights(
+    everyone: Sequence[Sequence[float]], made: Sequence[int]
+) -> dict[int, float]:
     """Return the total weight of the microbatches of each update, from the weights on each
     replica."""
     total: dict[int, float] = {}

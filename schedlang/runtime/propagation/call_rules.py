@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven
-from schedlang.runtime.device import MOVERS
-from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
-from schedlang.runtime.sharding.sizes import FILLS, PARTS
+from schedlang.runtime.device import DEVICE_METHODS
+from schedlang.runtime.propagation.trace import Call, Note, RunningCall, Tag
+from schedlang.runtime.sharding.module_sizes import FILLS, PARTS
 
 if TYPE_CHECKING:
-    from schedlang.runtime.propagation.follow import Compared, Follower
+    from schedlang.runtime.propagation.follower import ComparedCall, Follower
 
 
 WINDOWS = {
@@ -55,11 +55,11 @@ WINDOWS = {
 # functions of images: two dims of positions
 IMAGES = ("unfold", "fold", "grid_sample", "pixel_shuffle", "pixel_unshuffle")
 NORMS = ("group_norm", "batch_norm", "layer_norm", "rms_norm")
-REACHING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
-FIRST = 2  # the first dim of positions of [batch, channels, positions...]
+MIXING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
+FIRST_POSITION_DIM = 2  # the first dim of positions of [batch, channels, positions...]
 
 
-def reaches(
+def mixed_dims(
     name: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -69,16 +69,18 @@ def reaches(
 ) -> set[int]:
     """Return the dims of the main tensor along which a call mixes elements.
 
-    `whole` and `after` are the original's shapes before and after the call, `integers` the
+    `full_shape` and `after` are the original's shapes before and after the call, `integers` the
     integers among the original's arguments.
     """
     if name in WINDOWS:
         return set(range(len(whole) - _positions(name, len(whole)), len(whole)))
     if name == "group_norm":  # a rank's channels as the full number of groups: smaller groups
         groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
-        return set(range(1 if groups == next(iter(integers), None) else FIRST, len(whole)))
+        return set(
+            range(1 if groups == next(iter(integers), None) else FIRST_POSITION_DIM, len(whole))
+        )
     if name == "batch_norm":
-        return {0, *range(FIRST, len(whole))}
+        return {0, *range(FIRST_POSITION_DIM, len(whole))}
     if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else (0,))
         return set(range(len(whole) - len(tuple(shape)), len(whole)))
@@ -94,7 +96,9 @@ def reaches(
 def _positions(name: str, dims: int) -> int:
     """Return how many of the last of `dims` dims are positions; the rows' dim may be missing."""
     count = next((int(one) for one in name if one.isdigit()), 0)
-    return count or (max(2, dims - FIRST) if name in IMAGES else dims - FIRST)
+    return count or (
+        max(2, dims - FIRST_POSITION_DIM) if name in IMAGES else dims - FIRST_POSITION_DIM
+    )
 
 
 def _resized(
@@ -106,8 +110,8 @@ def _resized(
     """
     mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
     if mode not in ("nearest", "nearest-exact"):
-        return set(range(FIRST, len(whole)))
-    moved = range(FIRST, len(whole))
+        return set(range(FIRST_POSITION_DIM, len(whole)))
+    moved = range(FIRST_POSITION_DIM, len(whole))
     return {d for d in moved if after[d] % whole[d] and whole[d] % after[d]}
 
 
@@ -143,32 +147,32 @@ LINEAR = {
 
 
 @dataclass(frozen=True)
-class Met:
+class SplitOperand:
     """A tensor of a call that is split over an axis: its split, and its full shape."""
 
     place: int  # among the tensors of the call
     tag: Tag
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """The full size of the split dim."""
-        return self.whole[self.tag.dim]
+        return self.full_shape[self.tag.dim]
 
-    def held(self, ranks: int, rank: int) -> list[int]:
+    def local_indices(self, ranks: int, rank: int) -> list[int]:
         """Return the indices of the split dim that a rank holds, in local order; -1 for zeros."""
         found = self.tag.positions(self.size, ranks, rank)
         return [index if index < self.size else -1 for index in found]
 
 
-def check_meeting(step: Compared, axis: str) -> None:
+def check_operands(step: ComparedCall, axis: str) -> None:
     """Raise Mismatch if tensors that are split over an axis do not match in a call.
 
     They match if each rank's shards hold corresponding elements of the full tensors.
     """
     notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
-    met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
+    met = [SplitOperand(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
     how = _describe_difference(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
         raise step.follower.refuse(
@@ -179,9 +183,9 @@ def check_meeting(step: Compared, axis: str) -> None:
         )
 
 
-def _describe_difference(call: Running, met: Sequence[Met], ranks: int) -> str:
+def _describe_difference(call: RunningCall, met: Sequence[SplitOperand], ranks: int) -> str:
     """Describe how the splits of a call's tensors over one axis differ; "" if they match."""
-    dims = {meaning(call, one) for one in met}
+    dims = {role_of_dim(call, one) for one in met}
     if len(met) < 2 or None in dims:
         return ""
     if len(dims) > 1:
@@ -190,12 +194,12 @@ def _describe_difference(call: Running, met: Sequence[Met], ranks: int) -> str:
     return "" if same else "in different orders"
 
 
-def meaning(call: Running, one: Met) -> object:
+def role_of_dim(call: RunningCall, one: SplitOperand) -> object:
     """Return the role of a tensor's split dim in a call; None if it is not known.
 
     The roles of dims that correspond to each other are equal.
     """
-    behind = one.tag.dim - len(one.whole)  # counted from the last dim
+    behind = one.tag.dim - len(one.full_shape)  # counted from the last dim
     name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
     if call.func is F.scaled_dot_product_attention:
         names = (("query", "size"), ("key", "size"), ("key", "size"), ("query", "key"))
@@ -204,10 +208,12 @@ def meaning(call: Running, one: Met) -> object:
         return behind
     if name in JOINS:
         dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)
-        joined = isinstance(dim, int) and name != "stack" and dim % len(one.whole) == one.tag.dim
+        joined = (
+            isinstance(dim, int) and name != "stack" and dim % len(one.full_shape) == one.tag.dim
+        )
         return None if joined else behind
     if name in PRODUCTS:
-        return _factor(one.place, behind, len(one.whole))
+        return _factor(one.place, behind, len(one.full_shape))
     if name == "baddbmm":
         return _factor(one.place - 1, behind, 3) if one.place else (-3, "left", "right")[behind]
     if name == "linear":
@@ -226,7 +232,7 @@ def _factor(place: int, behind: int, ndim: int) -> object:
     return (("left", "sum") if place == 0 else ("sum", "right"))[behind]
 
 
-def _einsum_letter(call: Running, one: Met) -> object:
+def _einsum_letter(call: RunningCall, one: SplitOperand) -> object:
     """Return the letter of a split dim in an einsum; None if it is not known."""
     if not call.args or not isinstance(call.args[0], str) or "." in call.args[0]:
         return None
@@ -234,7 +240,7 @@ def _einsum_letter(call: Running, one: Met) -> object:
     return terms[one.place][one.tag.dim] if one.place < len(terms) else None
 
 
-def _same_indices(a: Met, b: Met, ranks: int) -> bool:
+def _same_indices(a: SplitOperand, b: SplitOperand, ranks: int) -> bool:
     """Return whether each rank holds the same indices of both split dims.
 
     A dim may have fewer indices (key-value heads): then each rank must hold, for each index of the
@@ -247,7 +253,7 @@ def _same_indices(a: Met, b: Met, ranks: int) -> bool:
         return False
     times = many.size // few.size
     for rank in range(ranks):
-        heads, members = few.held(ranks, rank), many.held(ranks, rank)
+        heads, members = few.local_indices(ranks, rank), many.local_indices(ranks, rank)
         if len(members) % len(heads):
             return False
         each = len(members) // len(heads)
@@ -260,14 +266,14 @@ EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat")
 MERGES = ("view", "reshape", "flatten")
 
 
-def legal(step: Compared, axis: str) -> list[Uneven]:
+def legal_splits(step: ComparedCall, axis: str) -> list[Uneven]:
     """Return the rules by which an axis may split a dim of the result; the shapes decide later."""
     tags = _tags(step, axis)
     kinds = {tag.uneven for tag, _ in tags}
     if not kinds:
         return [EVEN, *step.follower.uneven_splits.get(axis, ())]
     if len(kinds) > 1:
-        queries = tags[0][0].uneven  # `check_meeting` compares the heads
+        queries = tags[0][0].uneven  # `check_operands` compares the heads
         grouped = step.func is F.scaled_dot_product_attention
         return [queries] if grouped and queries == EVEN else []
     (uneven,) = kinds
@@ -275,7 +281,9 @@ def legal(step: Compared, axis: str) -> list[Uneven]:
     return [uneven, EVEN] if merged else [uneven]
 
 
-def alike(step: Compared, local: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+def find_repeated_dim(
+    step: ComparedCall, local: tuple[int, ...], shape: tuple[int, ...]
+) -> int | None:
     """Return the dim of a result along which a shard held by several ranks is repeated, if any."""
     for axis in step.follower.sizes:
         for tag, whole in _tags(step, axis):
@@ -288,8 +296,8 @@ def alike(step: Compared, local: tuple[int, ...], shape: tuple[int, ...]) -> int
     return None
 
 
-def opened(
-    step: Compared, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
+def find_expanded_split(
+    step: ComparedCall, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
 ) -> dict[str, Tag]:
     """Return the tags of a result for which each rank repeats a full tensor less often."""
     if len(differ) != 1 or step.name not in (*EXPANDS, "repeat_interleave"):
@@ -303,7 +311,7 @@ def opened(
     return {}
 
 
-def repeated(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
+def repeat_blocks(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
     """Return the blocks of a split dim after a call that repeats it; empty if it does not."""
     times, left = divmod(after, before)
     if left or times < 2:
@@ -314,13 +322,13 @@ def repeated(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
     return tuple(block * times for block in tag.blocks) if own else ()
 
 
-def mixed(notes: list[Note]) -> bool:
+def has_mixed_splits(notes: list[Note]) -> bool:
     """Return whether a call's tensors are split over the ranks by different rules."""
     kinds = {tag.uneven for note in notes for tag in note.tags.values()}
     return len(kinds) > 1 or bool(kinds and any(note.entered for note in notes))
 
 
-def _merges(step: Compared, tag: Tag, whole: tuple[int, ...]) -> bool:
+def _merges(step: ComparedCall, tag: Tag, whole: tuple[int, ...]) -> bool:
     """Return whether the call repeats each part in place, next to itself."""
     if step.name == "repeat_interleave":
         dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
@@ -332,21 +340,21 @@ def _merges(step: Compared, tag: Tag, whole: tuple[int, ...]) -> bool:
     return any(math.prod(after[:d]) == outer and n == merged for d, n in enumerate(after))
 
 
-def _tags(step: Compared, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
+def _tags(step: ComparedCall, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
     """Return the tags of the arguments over an axis, each with the full shape of its argument."""
     shapes = step.expected.inputs
     notes = [step.follower.of(tensor).tags for tensor in step.inputs]
     return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
 
 
-def met_whole(notes: list[Note], axis: str | None) -> int:
+def unmatched_block_size(notes: list[Note], axis: str | None) -> int:
     """Return the block size of the split tensor if other tensors are full; 0 if there is no mix."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
     found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
     return found if None in tags and found > 1 else 0
 
 
-def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
+def find_full_parameters(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
     """Return the parameters from which the full tensors are computed, and the split dim's size."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
     split = next((tag for tag in tags if tag is not None), None)
@@ -354,7 +362,7 @@ def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
     return frozenset().union(*roots), sum(split.blocks) if split is not None else 0
 
 
-def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
+def reshape_factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
     """Return the sizes into which a reshape splits a sharded dim, slowest first (e.g. heads)."""
     before, after = expected.inputs[0], expected.outputs[0]
     if tag is None:
@@ -367,7 +375,7 @@ def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
     return ()
 
 
-def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
+def count_joined_rows(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
     """Return how many rows of heads a reshape concatenates in a dim; 0 if it does not."""
     outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
     rows = outer // left if left else 0
@@ -375,7 +383,7 @@ def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: 
     return rows if joined else 0
 
 
-def by(inputs: list[Tensor], axis: str | None) -> str:
+def splitting_module(inputs: list[Tensor], axis: str | None) -> str:
     """Return the sharded module that split the first split tensor over `axis` (None: any axis)."""
     tags = (tensor.__dict__.get("_schedlang_note", Note()).tags for tensor in inputs)
     return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
@@ -401,7 +409,7 @@ class Repeat:
         return self.after[self.dim] // self.before[self.dim]
 
 
-def repeat_at(calls: Sequence[Call]) -> Repeat | None:
+def find_repeat(calls: Sequence[Call]) -> Repeat | None:
     """Return the repeat that begins at the first of some calls, if there is one."""
     if not calls:
         return None
@@ -425,7 +433,7 @@ def repeat_at(calls: Sequence[Call]) -> Repeat | None:
     return Repeat(dim, before, after, 3) if fits else None
 
 
-def skipped(
+def find_skipped_repeats(
     calls: Sequence[Call], name: str, inputs: Sequence[Tensor], follower: Follower
 ) -> list[Repeat]:
     """Return the repeats of the original that are skipped before a call named `name`.
@@ -435,7 +443,7 @@ def skipped(
     """
     found: list[Repeat] = []
     place = 0
-    while repeat := repeat_at(calls[place : place + 3]):
+    while repeat := find_repeat(calls[place : place + 3]):
         if calls[place].name == name and _fits(calls[place], inputs, follower):
             break
         found.append(repeat)
@@ -453,7 +461,7 @@ def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
     return all(dim in split for dim, (a, b) in sizes if a != b)
 
 
-def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list[Tensor]:
+def apply_repeats(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list[Tensor]:
     """Return the tensors of a call; those of skipped repeats get the note of the repeated tensor.
 
     Raises Mismatch if a full tensor that the original repeats is used beside split tensors.
@@ -478,7 +486,8 @@ def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list
 
 
 def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
-    """Return the note of a tensor in whose place the original's call gets one of shape `whole`."""
+    """Return the note of a tensor in whose place the original's call gets one of shape
+    `full_shape`."""
     for repeat in follower.left_out:
         dim, times = repeat.dim, repeat.times
         if repeat.after != whole or tensor.ndim != len(whole):
@@ -534,7 +543,7 @@ def _grown(before: Shape, after: Shape) -> int | None:
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
 MOVES = {
-    *MOVERS,
+    *DEVICE_METHODS,
     *("adjoint", "as_subclass", "broadcast_to", "copy_", "data", "detach", "H"),
     *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
     *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
@@ -545,11 +554,11 @@ DIMS = {"softmax", "log_softmax", "softmin", "cross_entropy", "nll_loss"}
 # calls with other rules: of dims that are arguments, windows or joins
 BY_RULE = {
     *(*ATTENTION, *DIMS, *FILLS, *JOINS, *LINEAR, *MERGES, *MOVES, *NORMS, *PARTS, *PRODUCTS),
-    *(*REACHING, *REPEATING, *SUMMING),
+    *(*MIXING, *REPEATING, *SUMMING),
 }
 
 
-def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def has_rule(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether there is a rule for what a call of this name does along each dim."""
     if name == "__getitem__":  # indices in a list or a tensor refer to the full dim
         return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
@@ -563,7 +572,7 @@ def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
 
 
-def elementwise(name: str) -> bool:
+def is_elementwise(name: str) -> bool:
     """Return whether calls of this name are elementwise; also in-place and reflected operators."""
     plain = name.strip("_")
     names = {name, plain}

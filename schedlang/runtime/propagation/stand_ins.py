@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import AmbientMode
 
 ROUTED = ("experts",)  # kinds of modules whose own forward cannot run without values
 
@@ -33,10 +33,10 @@ def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def playing() -> bool:
+def is_simulating() -> bool:
     """Return whether a step is simulated now: operations are counted, dtypes are not followed."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(isinstance(mode, Fused) for mode in stack)
+    return any(isinstance(mode, FusedAttention) for mode in stack)
 
 
 def put_stand_ins(model: nn.Module, kinds: Mapping[str, str]) -> None:
@@ -57,16 +57,25 @@ def _without_values(parameters: Sequence[Tensor]) -> Any:
     return forward
 
 
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+ATTENTION_ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+)
 
 
-def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def fused_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the result of `scaled_dot_product_attention`; None where no fused operator applies.
 
     The conditions are torch's for a CPU: four dims, no dropout, and a mask without a gradient.
     """
-    given = {**dict(zip(NAMES, args)), **kwargs}
-    query, key, value = (given[name] for name in NAMES[:3])
+    given = {**dict(zip(ATTENTION_ARGUMENTS, args)), **kwargs}
+    query, key, value = (given[name] for name in ATTENTION_ARGUMENTS[:3])
     mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
     same = query.shape[-1] == value.shape[-1] == key.shape[-1]
     wanted = query.requires_grad or key.requires_grad or value.requires_grad
@@ -85,7 +94,7 @@ def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     return out
 
 
-class Fused(Ambient):
+class FusedAttention(AmbientMode):
     """Mode that computes attention by the fused operator, in recomputations too."""
 
     def __torch_function__(
@@ -94,7 +103,7 @@ class Fused(Ambient):
         """Run the call; attention by the fused operator where this is possible."""
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            found = attention(args, kwargs)
+            found = fused_attention(args, kwargs)
             if found is not None:
                 return found
         return self.run(func, types, args, kwargs)

@@ -2,14 +2,16 @@
 
 * `Trace` calls lattices before and after every call of torch.  A lattice stores its value of a
   tensor in an attribute of the tensor, and joins the values of a call's inputs into its outputs.
-* `Recorded` records the original's forward: each call by module and turn, its labels and draws.
-* `at_many_rows` runs a forward with a number of rows that divides no other size: then dims of rows
-  can be recognised by their size.
+* `RecordedForward` records the original's forward: each call by module and turn, its labels and
+  draws.
+* `run_with_prime_rows` runs a forward with a number of rows that divides no other size: then dims
+  of rows can be recognised by their size.
 * `Note`, `Tag`, `Mismatch` and `Hoist` are the values and the errors of layout propagation.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,14 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
-from schedlang.runtime.batch import named_tensors, rows_of
-from schedlang.runtime.propagation.lending import Lending, not_running
-from schedlang.runtime.rng.draws import masks, shapes_of
-from schedlang.runtime.sharding.sizes import factors_of
-from schedlang.runtime.tracing.meta import (
-    OnMeta,
+from schedlang.runtime.batch import named_tensors, row_count
+from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
+from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
+from schedlang.runtime.sharding.module_sizes import factors_of
+from schedlang.runtime.tracing.meta_runs import (
+    MetaMode,
     meta_model,
     model_line,
     name_of,
@@ -53,7 +56,7 @@ class Call:
 
 
 @dataclass
-class Running:
+class RunningCall:
     """A call of torch while it runs: its frame, its arguments, and afterwards its results."""
 
     frame: Frame
@@ -90,13 +93,13 @@ class Lattice:
         """Store the lattice's value of a tensor."""
         tensor.__dict__[cls.mark] = known
 
-    def before(self, call: Running) -> None:
+    def before_call(self, call: RunningCall) -> None:
         """Observe a call that is about to run: it may write into its arguments."""
 
-    def after(self, call: Running) -> None:
+    def after_call(self, call: RunningCall) -> None:
         """Join the values of `call.inputs` into the values of `call.outputs`."""
 
-    def failed(self, call: Running, error: Exception) -> None:
+    def on_failure(self, call: RunningCall, error: Exception) -> None:
         """Observe a call that has raised; may raise an error that explains more."""
 
 
@@ -106,13 +109,13 @@ ANSWERS: Mapping[Any, bool] = {Tensor.__bool__: False, torch._is_all_true: True}
 class Trace(TorchFunctionMode):
     """The mode that runs every call, and calls its lattices before and after it.
 
-    `asked`: `bool(tensor)` gives the tensor's value, as far as the batch decides it.  Otherwise the
-    answer is the same in every run: False, but True for checks of distributions.  `other`: the
-    answer is True for both, to see what the model does then.
+    `row_arguments`: `bool(tensor)` gives the tensor's value, as far as the batch decides it.
+    Otherwise the answer is the same in every run: False, but True for checks of distributions.
+    `other`: the answer is True for both, to see what the model does then.
     """
 
     def __init__(
-        self, stack: Stack, *lattices: Lattice, asked: bool = False, other: bool = False
+        self, stack: ModuleStack, *lattices: Lattice, asked: bool = False, other: bool = False
     ) -> None:
         super().__init__()
         self.stack, self.lattices, self.asked, self.other = stack, lattices, asked, other
@@ -126,25 +129,25 @@ class Trace(TorchFunctionMode):
             return self.other or ANSWERS[func]
         kwargs = dict(kwargs or {})
         frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
-        call = Running(frame, name_of(func), func, args, kwargs, given)
+        call = RunningCall(frame, name_of(func), func, args, kwargs, given)
         for lattice in self.lattices:
-            lattice.before(call)
+            lattice.before_call(call)
         try:
             call.out = func(*args, **kwargs)
         except Exception as error:
             for lattice in self.lattices:
-                lattice.failed(call, error)
+                lattice.on_failure(call, error)
             raise
         call.outputs = tensors_in(call.out)
         if func is Tensor.__setitem__:  # returns None, and changes its first argument
             call.outputs = given[:1]
         for lattice in self.lattices:
-            lattice.after(call)
+            lattice.after_call(call)
         return call.out
 
 
 @dataclass(eq=False)
-class Stack:
+class ModuleStack:
     """The stack of running modules; `watch` wraps the forwards of a throwaway copy.
 
     mains    the main tensor among the arguments of each frame
@@ -154,6 +157,7 @@ class Stack:
     lending  records parameters that are read, replaced or written outside their modules, or None
     muted    above 0 in opaque modules: nothing is recorded
     seen     called with each call's frame and arguments, then with its frame and results
+    broke    the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])
@@ -161,14 +165,15 @@ class Stack:
     turns: dict[str, int] = field(default_factory=dict)
     outside: set[tuple[str, str]] = field(default_factory=set)
     overwrites: set[str] = field(default_factory=set)
-    lending: Lending | None = None
+    access: ParameterAccess | None = None
     muted: int = 0
-    seen: Callable[[Frame, Any], None] | None = None
+    observer: Callable[[Frame, Any], None] | None = None
+    broke: Frame = ("", 0)
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the throwaway copy; inside opaque modules nothing is recorded."""
-        if self.lending is not None:
-            self.lending.watch(model)
+        if self.access is not None:
+            self.access.watch(model)
         for fqn, module in model.named_modules():
             if fqn:
                 module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
@@ -177,25 +182,28 @@ class Stack:
         self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the forward of a module, with its frame on the stack."""
-        if self.lending is not None:
-            self.lending.begin(fqn, bool(self.muted))
+        if self.access is not None:
+            self.access.begin(fqn, bool(self.muted))
         if self.muted:
             return inner(*args, **kwargs)
         turn = self.turns.get(fqn, 0)
         self.turns[fqn] = turn + 1
         if "." in fqn:
             running = [name for name, _ in self.frames]
-            self.outside.update((fqn, around) for around in not_running(fqn, running))
+            self.outside.update((fqn, around) for around in idle_modules(fqn, running))
         self.frames.append((fqn, turn))
         given = list(tensors_in((args, kwargs)))
         with torch._C.DisableTorchFunction():  # not seen by function modes
             before = [one._version for one in given]
             self.mains.append(next((t for t in given if t.is_floating_point()), None))
-        if self.seen is not None:
-            self.seen(self.frames[-1], (args, kwargs))
+        if self.observer is not None:
+            self.observer(self.frames[-1], (args, kwargs))
         self.muted += opaque
         try:
             out = inner(*args, **kwargs)
+        except Exception:
+            self.broke = self.broke if self.broke[0] else self.frames[-1]
+            raise
         finally:
             self.muted -= opaque
             frame = self.frames.pop()
@@ -203,8 +211,8 @@ class Stack:
         with torch._C.DisableTorchFunction():
             if [one._version for one in given] != before:
                 self.overwrites.add(fqn)
-        if self.seen is not None:
-            self.seen(frame, out)
+        if self.observer is not None:
+            self.observer(frame, out)
         return out
 
 
@@ -222,15 +230,15 @@ class LabelRule:
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return how many labels of a chunk of a batch count; its rows if it has no labels."""
-        return float(self.counted(batch))
+        return float(self.count_on_device(batch))
 
-    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+    def count_on_device(self, batch: Mapping[str, Any]) -> Tensor | float:
         """Return the same as a tensor on the labels' device: `numbers` reads many at once."""
         labels = batch.get(self.source)
         if not isinstance(labels, Tensor):  # nested in the batch, or absent
             labels = named_tensors(batch).get(self.source)
         if labels is None:
-            return float(rows_of(batch))
+            return float(row_count(batch))
         for step in self.steps:
             labels = step(labels)
         return (labels != self.ignore_index).sum()
@@ -245,14 +253,14 @@ def integers_in(tree: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-CHOOSING = {
+SELECTING = {
     *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero"),
     *("searchsorted", "bucketize", "histc"),
 }
 LOSSES = (F.cross_entropy, F.nll_loss)
 
 
-class Recorded(Lattice):
+class RecordedForward(Lattice):
     """A recorded forward; the lattice's value: whether a tensor is computed from the batch.
 
     frames      calls by module and turn, without those in opaque modules; only if `calls`
@@ -267,9 +275,9 @@ class Recorded(Lattice):
 
     def __init__(
         self,
-        stack: Stack,
+        stack: ModuleStack,
         inputs: Mapping[str, Any],
-        values: OnMeta | None = None,
+        values: MetaMode | None = None,
         draws: bool = False,
         calls: bool = True,
     ) -> None:
@@ -284,7 +292,7 @@ class Recorded(Lattice):
         self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
         self.means: dict[int, Tensor] = {}
         self._summed: dict[int, tuple[Tensor, LabelRule]] = {}
-        self._counts: dict[int, tuple[Tensor, Count]] = {}
+        self._counts: dict[int, tuple[Tensor, LabelCount]] = {}
         for name, value in named_tensors(inputs).items():
             self.put(value, True)
             if not value.is_floating_point():
@@ -294,18 +302,18 @@ class Recorded(Lattice):
     def choices(self) -> dict[str, str]:
         """The modules that select by values (a top-k, a sort), and the first such call of each."""
         calls = ((fqn, one) for (fqn, _), some in self.frames.items() for one in reversed(some))
-        return {fqn: one.name for fqn, one in calls if one.name in CHOOSING}
+        return {fqn: one.name for fqn, one in calls if one.name in SELECTING}
 
-    def before(self, call: Running) -> None:
+    def before_call(self, call: RunningCall) -> None:
         """Note whether an input is computed from the batch, and count the labels of a loss."""
         self._batched = any(map(self.of, call.inputs))
         if call.func in LOSSES and self.values is not None:
-            target = self.values.constants.real(call.argument(1, "target"))
+            target = self.values.constants.values_of(call.argument(1, "target"))
             if target is not None and call.kwargs.get("reduction", "mean") == "mean":
                 counts = target != call.kwargs.get("ignore_index", -100)
                 self.counted.append(float(counts.sum()))
 
-    def after(self, call: Running) -> None:
+    def after_call(self, call: RunningCall) -> None:
         """Record the call."""
         for tensor in call.outputs if self._batched else ():
             self.put(tensor, True)
@@ -317,21 +325,23 @@ class Recorded(Lattice):
             numbers = integers_in((call.args, call.kwargs)), factors_of(call.name, call.args)
             known = Call(call.name, given, made, *numbers)
             self.frames.setdefault(call.frame, []).append(known)
-        if self.stack.lending is not None and not self.stack.muted:
-            self.stack.lending.after(call, [name for name, _ in self.stack.frames])
+        if self.stack.access is not None and not self.stack.muted:
+            self.stack.access.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
             self._note_draw(call)
         if self._lineage:
             self._follow_labels(call)
 
-    def _note_draw(self, call: Running) -> None:
+    def _note_draw(self, call: RunningCall) -> None:
         """Note a call's random draws; for torch's multi-head attention the shape is unknown."""
         func, args, kwargs = call.func, call.args, call.kwargs
         inside = func is F.multi_head_attention_forward and call.argument(10, "dropout_p", 0.0) > 0
         if inside and kwargs.get("training", True):
             shapes: list[tuple[int, ...]] = [()]
         else:
-            shapes = shapes_of(func, args, kwargs)[:1] if masks(func, args, kwargs) else []
+            shapes = (
+                mask_shapes(func, args, kwargs)[:1] if draws_logically(func, args, kwargs) else []
+            )
         site, drawn = call.frame[0], self.drawn
         for shape in shapes:
             at = site, sum(known == site for known, _ in drawn)
@@ -339,7 +349,7 @@ class Recorded(Lattice):
             if not self._batched:
                 self.sourceless.add(at)
 
-    def _follow_labels(self, call: Running) -> None:
+    def _follow_labels(self, call: RunningCall) -> None:
         func, args, kwargs = call.func, call.args, call.kwargs
         if func in LOSSES:
             known = self._lineage.get(id(call.argument(1, "target")))
@@ -360,7 +370,7 @@ class Recorded(Lattice):
         steps = (*known[2], step) if call.name in _COUNT else known[2]
         self._lineage[id(out)] = (out, known[1], steps)
 
-    def _follow_count(self, call: Running) -> None:
+    def _follow_count(self, call: RunningCall) -> None:
         """Follow a count of labels to the division of a summed loss by it: the result is a mean."""
         args, out = call.args, call.out
         if not args or not isinstance(out, Tensor):
@@ -368,8 +378,8 @@ class Recorded(Lattice):
         count = self._counts.get(id(args[0]))
         if call.name in ("ne", "__ne__") and len(args) == 2 and type(args[1]) is int:
             if known := self._lineage.get(id(args[0])):
-                self._counts[id(out)] = out, Count(known[1], args[1])
-        elif count is not None and call.name in BOUNDED and out.dim() == 0:
+                self._counts[id(out)] = out, LabelCount(known[1], args[1])
+        elif count is not None and call.name in CLAMPS and out.dim() == 0:
             least = call.argument(1, "min")
             if isinstance(least, int | float) and 0 < least <= 1:
                 self._counts[id(out)] = out, replace(count[1], bounded=True)
@@ -378,14 +388,14 @@ class Recorded(Lattice):
         elif call.name in ("div", "__truediv__") and len(args) == 2 and id(args[0]) in self._summed:
             _, rule = self._summed[id(args[0])]
             held = self._counts.get(id(args[1]))
-            wanted = Count(rule.source, rule.ignore_index, bounded=True)
+            wanted = LabelCount(rule.source, rule.ignore_index, bounded=True)
             if held is not None and held[1] == wanted and held[0].dim() == 0:
                 self.labels.append(rule)
                 self.means[id(out)] = out
 
 
 @dataclass(frozen=True)
-class Count:
+class LabelCount:
     """The number of labels of an input that differ from `ignore_index`; `bounded`: at least 1."""
 
     source: str
@@ -393,7 +403,7 @@ class Count:
     bounded: bool = False
 
 
-BOUNDED = ("clamp", "clamp_min", "clip")
+CLAMPS = ("clamp", "clamp_min", "clip")
 # calls of torch that select or add labels; moves and reshapes do not change how many count
 _COUNT = frozenset({"__getitem__", "pad", "narrow"})
 
@@ -407,7 +417,7 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return step
 
 
-def reached(
+def find_reached_parameters(
     model: nn.Module, loss: Tensor | None, original: nn.Module, computes: object
 ) -> tuple[frozenset[str], bool, dict[str, bool]]:
     """Find the parameters to which a backward from `loss` would give gradients.
@@ -443,10 +453,10 @@ Result = TypeVar("Result")
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
 
-def at_many_rows(
+def run_with_prime_rows(
     model: nn.Module,
     batch: Mapping[str, Any],
-    run: Callable[[nn.Module, dict[str, Any], Stack, int], Result],
+    run: Callable[[nn.Module, dict[str, Any], ModuleStack, int], Result],
 ) -> Result | None:
     """Return `run(bare model, inputs, stack, rows)`; None if the model accepts no other batch.
 
@@ -457,7 +467,7 @@ def at_many_rows(
     rows = next((p for p in PRIMES if all(n % p for n in sizes)), None)
     if rows is None:
         return None
-    bare, stack = meta_model(model, {}), Stack()
+    bare, stack = meta_model(model, {}), ModuleStack()
     bare.train()
     stack.watch(bare)
     try:
@@ -469,7 +479,7 @@ def at_many_rows(
 
 def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return the batch with its rows repeated until there are `rows` rows."""
-    count = rows_of(batch)
+    count = row_count(batch)
     index = torch.arange(rows) % count
 
     def repeat(value: Any) -> Any:
@@ -546,7 +556,7 @@ class Mismatch(Exception):
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
         # arguments (name, value) with which the row would be legal
-        self.asked: tuple[tuple[str, str], ...] = ()
+        self.row_arguments: tuple[tuple[str, str], ...] = ()
         self.line = model_line()  # the running line of the model
         self.call = ""  # the function that the line called
         self.by = ""  # the sharded module that split the failing tensor
@@ -556,3 +566,16 @@ class Mismatch(Exception):
         # parameters of the full tensors beside a split tensor, and the size of the split dim
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor beside a full one; 0: no such pair
+
+
+def of_the_model(error: Exception) -> bool:
+    """Return whether a check of shapes in the model's own Python code has raised `error`.
+
+    Precondition: the same forward has run without shards before.
+    """
+    if isinstance(error, Refusal) or not isinstance(
+        error, (RuntimeError, ValueError, IndexError, AssertionError)
+    ):
+        return False
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return not str(last[0].f_globals.get("__name__", "")).startswith("schedlang")

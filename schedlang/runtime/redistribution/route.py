@@ -18,14 +18,14 @@ import numpy as np
 from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Array,
-    Parts,
     Sharding,
-    distinct,
-    volumes,
+    SliceArray,
+    overlap_sizes,
+    unique_sorted,
 )
 
 
-class Uncovered(Exception):
+class UncoveredElements(Exception):
     """Raised if no rank holds some elements of a tensor (`missing`), or if parts overlap."""
 
     def __init__(self, name: str, missing: bool) -> None:
@@ -42,7 +42,7 @@ class TensorLayout:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayoutPair:
     """Tensors with equal source and equal target shardings."""
 
     names: tuple[Any, ...]
@@ -62,14 +62,14 @@ class Route:
     """
 
     world: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayoutPair, ...]
     bound: Array
     kind: Array
     sender: Array
     receiver: Array
     low: Array
     high: Array
-    found: dict[int, Any] = field(default_factory=dict, init=False)  # rank -> its streams
+    streams: dict[int, Any] = field(default_factory=dict, init=False)  # rank -> its streams
 
     @cached_property
     def bytes(self) -> Array:
@@ -107,7 +107,9 @@ def _sum_by_place(places: Array, values: Array, count: int) -> Array:
     return found
 
 
-def kinds_of(a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]) -> tuple[Kind, ...]:
+def group_by_layout(
+    a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]
+) -> tuple[LayoutPair, ...]:
     """Return the tensors of `b` grouped by their shardings in `a` and `b`; large elements first."""
     names: dict[tuple[object, ...], list[Any]] = {}
     keys: dict[int, object] = {}
@@ -118,18 +120,18 @@ def kinds_of(a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]) -> tu
         key = (to.itemsize, keys[id(at.sharding)], keys[id(to.sharding)])
         names.setdefault(key, []).append(name)
     found = [
-        Kind(tuple(some), a[some[0]].sharding, b[some[0]].sharding, b[some[0]].itemsize)
+        LayoutPair(tuple(some), a[some[0]].sharding, b[some[0]].sharding, b[some[0]].itemsize)
         for some in names.values()
     ]
     return tuple(sorted(found, key=lambda kind: -kind.itemsize))
 
 
-def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
+def find_route(kinds: Sequence[LayoutPair], world: int, gaps: bool = False) -> Route:
     """Return the route for all tensors of `kinds` in a job of `world` ranks.
 
     Raises Uncovered if parts overlap, or if no rank holds some elements and `gaps` is false.
     """
-    known: dict[tuple[Parts, Parts], Array] = {}
+    known: dict[tuple[SliceArray, SliceArray], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
     found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
     # parts that one rank holds come first: the senders of the others are balanced around them
@@ -138,7 +140,7 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
         kind = kinds[number]
         key = kind.source.parts, kind.target.parts
         if key not in known:
-            known[key] = volumes(*key)
+            known[key] = overlap_sizes(*key)
         common = known[key]
         _check(kind, common, gaps)
         part, receiver, wanted = _find_requests(kind, common)
@@ -150,22 +152,22 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
     return Route(world, tuple(kinds), bound, *columns_)
 
 
-def _check(kind: Kind, common: Array, gaps: bool) -> None:
+def _check(kind: LayoutPair, common: Array, gaps: bool) -> None:
     """Raise Uncovered unless the held parts have each element of the wanted parts once."""
     a, b = kind.source, kind.target
     held, wanted = a.copies > 0, b.copies > 0
     there = common[held].sum(0)
     odd = wanted & (there > b.sizes if gaps else there != b.sizes)
     if odd.any():
-        raise Uncovered(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
+        raise UncoveredElements(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
 
 
-def _find_requests(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
+def _find_requests(kind: LayoutPair, common: Array) -> tuple[Array, Array, Array]:
     """Return columns (held part, rank, elements) of what ranks need and do not hold."""
     a, b = kind.source, kind.target
-    ranks = np.flatnonzero(b.of != NOWHERE)
-    asked = common[:, b.of[ranks]]
-    held = a.of[ranks]
+    ranks = np.flatnonzero(b.part_of_rank != NOWHERE)
+    asked = common[:, b.part_of_rank[ranks]]
+    held = a.part_of_rank[ranks]
     has = np.flatnonzero(held != NOWHERE)
     asked[held[has], has] = 0
     asked[a.copies == 0] = 0
@@ -174,7 +176,7 @@ def _find_requests(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
 
 
 def _balance_senders(
-    kind: Kind, part: Array, receiver: Array, wanted: Array, loads: Array
+    kind: LayoutPair, part: Array, receiver: Array, wanted: Array, loads: Array
 ) -> tuple[Array, Array, Array, Array]:
     """Return sender, receiver and range of each delivery; add the sent bytes to `loads`."""
     holders = kind.source.holders
@@ -191,7 +193,7 @@ def _balance_senders(
         line = np.cumsum(wanted[some])
         shares = _share_elements(loads[senders], int(line[-1]), kind.itemsize)
         loads[senders] += shares * kind.itemsize
-        ends = distinct(line, np.cumsum(shares))
+        ends = unique_sorted(line, np.cumsum(shares))
         begins = np.concatenate([[0], ends[:-1]])
         begins, ends = begins[begins < ends], ends[begins < ends]
         row = np.searchsorted(line, begins, "right")

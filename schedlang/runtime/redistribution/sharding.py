@@ -17,13 +17,13 @@ import numpy as np
 from torch import Tensor
 
 Cell = tuple[int, int, int]  # in one dim: start in the part, start in the full tensor, length
-Part = tuple[tuple[Cell, ...], ...]  # for each dim its cells: the part is their product
+TensorSlice = tuple[tuple[Cell, ...], ...]  # for each dim its cells: the part is their product
 Array = Any  # a numpy array of integers
 NOWHERE = -1
 
 
-class Parts(Sequence[Part]):
-    """Parts of tensors of one shape, stored as arrays; a `Part` is made when it is indexed.
+class SliceArray(Sequence[TensorSlice]):
+    """Parts of tensors of one shape, stored as arrays; a `TensorSlice` is made when it is indexed.
 
     numbers   [parts, dims]: the number of a part's list of cells in each dim
     cells     for each dim an array of rows (number of the list, start in the part, start in the
@@ -34,9 +34,9 @@ class Parts(Sequence[Part]):
         self.numbers, self.cells = numbers, tuple(cells)
 
     @staticmethod
-    def of(parts: Sequence[Part], dims: int) -> Parts:
-        """Return `Part` objects of tensors with `dims` dims as arrays."""
-        if isinstance(parts, Parts):
+    def from_slices(parts: Sequence[TensorSlice], dims: int) -> SliceArray:
+        """Return `TensorSlice` objects of tensors with `dims` dims as arrays."""
+        if isinstance(parts, SliceArray):
             return parts
         numbers, cells = np.empty((len(parts), dims), np.int64), []
         for dim in range(dims):
@@ -44,10 +44,10 @@ class Parts(Sequence[Part]):
             numbers[:, dim] = [known.setdefault(part[dim], len(known)) for part in parts]
             rows = [(k, *cell) for one, k in known.items() for cell in one]
             cells.append(np.array(rows, np.int64).reshape(-1, 4))
-        return Parts(numbers, cells)
+        return SliceArray(numbers, cells)
 
     @staticmethod
-    def boxes(corners: Array, sizes: Array) -> Parts:
+    def from_boxes(corners: Array, sizes: Array) -> SliceArray:
         """Return parts that are boxes: row k of `corners` and `sizes` is a box's start and size."""
         numbers = np.zeros(corners.shape, np.int64)
         numbers[:] = np.arange(len(corners))[:, None]
@@ -59,11 +59,11 @@ class Parts(Sequence[Part]):
         for dim, same in enumerate(equal.tolist()):
             some = rows[:1, dim] if same else rows[:, dim]
             cells.append(some[some[:, 3] > 0])
-        return Parts(numbers, cells)
+        return SliceArray(numbers, cells)
 
-    def some(self, places: Sequence[int]) -> Parts:
+    def select(self, places: Sequence[int]) -> SliceArray:
         """Return the parts at these indices."""
-        return Parts(self.numbers[list(places)], self.cells)
+        return SliceArray(self.numbers[list(places)], self.cells)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -103,7 +103,7 @@ class Parts(Sequence[Part]):
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or isinstance(other, Parts) and self._key == other._key
+        return self is other or isinstance(other, SliceArray) and self._key == other._key
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,35 +115,35 @@ class Sharding:
     """
 
     shape: tuple[int, ...]
-    parts: Parts
-    of: Array
+    parts: SliceArray
+    part_of_rank: Array
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for equal shardings."""
-        return self.shape, self.parts, self.of.tobytes()
+        return self.shape, self.parts, self.part_of_rank.tobytes()
 
-    def on(self, ranks: Sequence[int]) -> Sharding:
+    def restrict_to(self, ranks: Sequence[int]) -> Sharding:
         """Return the sharding restricted to these ranks."""
-        of = np.full_like(self.of, NOWHERE)
-        of[list(ranks)] = self.of[list(ranks)]
+        of = np.full_like(self.part_of_rank, NOWHERE)
+        of[list(ranks)] = self.part_of_rank[list(ranks)]
         return Sharding(self.shape, self.parts, of)
 
     @cached_property
-    def held(self) -> Array:
+    def holding_ranks(self) -> Array:
         """The ranks that hold a part."""
-        return np.flatnonzero(self.of != NOWHERE)
+        return np.flatnonzero(self.part_of_rank != NOWHERE)
 
     @cached_property
     def copies(self) -> Array:
         """The number of ranks that hold each part."""
-        return np.bincount(self.of[self.held], minlength=len(self.parts))
+        return np.bincount(self.part_of_rank[self.holding_ranks], minlength=len(self.parts))
 
     @cached_property
     def holders(self) -> list[Array]:
         """The ranks that hold each part, ascending."""
-        order = np.argsort(self.of, kind="stable")
-        ends = np.searchsorted(self.of[order], np.arange(len(self.parts) + 1))
+        order = np.argsort(self.part_of_rank, kind="stable")
+        ends = np.searchsorted(self.part_of_rank[order], np.arange(len(self.parts) + 1))
         return [order[low:high] for low, high in itertools.pairwise(ends)]
 
     @property
@@ -152,35 +152,35 @@ class Sharding:
         return self.parts.sizes
 
 
-def count(part: Part) -> int:
+def count_elements(part: TensorSlice) -> int:
     """Return the number of elements in a part."""
     return math.prod(sum(n for *_, n in cells) for cells in part)
 
 
-def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Sharding:
+def replicate_on(shape: Sequence[int], ranks: Sequence[int], world: int) -> Sharding:
     """Return the sharding of a tensor that is replicated on `ranks`, in a job of `world` ranks."""
     of = np.full(world, NOWHERE, np.int32)
     of[list(ranks)] = 0
-    return Sharding(tuple(shape), Parts.of((whole(shape),), len(shape)), of)
+    return Sharding(tuple(shape), SliceArray.from_slices((full_slice(shape),), len(shape)), of)
 
 
-def whole(shape: Sequence[int]) -> Part:
+def full_slice(shape: Sequence[int]) -> TensorSlice:
     """Return the part that is the full tensor."""
     return tuple(((0, 0, n),) if n else () for n in shape)
 
 
-def distinct(*numbers: Array) -> Array:
+def unique_sorted(*numbers: Array) -> Array:
     """Return the distinct numbers of some arrays, ascending."""
     # with `return_index` numpy does not import its masked arrays
     return np.unique(np.concatenate(numbers), return_index=True)[0]
 
 
-def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
+def box_slice(corner: Sequence[int], size: Sequence[int]) -> TensorSlice:
     """Return the part that is one box of a tensor."""
     return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
 
 
-def volumes(a: Parts, b: Parts) -> Array:
+def overlap_sizes(a: SliceArray, b: SliceArray) -> Array:
     """Return [parts of a, parts of b]: how many elements each pair of parts has in common."""
     found = np.ones((len(a), len(b)), np.int64)
     for dim, (mine, yours) in enumerate(zip(a.numbers.T, b.numbers.T)):
@@ -213,7 +213,7 @@ class Overlap:
         return tensor[tuple(slice(at, at + n) for at, n in zip(corner, self.size))]
 
 
-def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
+def overlaps(a: TensorSlice, b: TensorSlice) -> Iterator[Overlap]:
     """Yield the boxes that two parts have in common, in the order of the full tensor."""
     dims = []
     for ours, theirs in zip(a, b):
@@ -228,7 +228,7 @@ def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
         yield Overlap(*(tuple(cell[k] for cell in cells) for k in (1, 2, 3)))
 
 
-def copied(source: Tensor, a: Part, target: Tensor, b: Part) -> int:
+def copy_overlap(source: Tensor, a: TensorSlice, target: Tensor, b: TensorSlice) -> int:
     """Copy the elements that two parts have in common into `target`; return the copied bytes."""
     size = 0
     for box in overlaps(a, b):

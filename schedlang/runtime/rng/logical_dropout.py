@@ -1,19 +1,18 @@
-"""Logical dropout: masks that depend on what is computed, not on where.
+"""Logical dropout: masks that depend on what is computed, not on the layout.
 
-* Logical dropout: masks that depend on what is computed, not on where, when, or how often. A mask
-  is a function of (seed, step, site, call, sample, position in the sample's logical tensor). It
-  is computed at the positions a rank holds, by a counter-based hash, so every layout,
-  microbatching and recomputation draws the same one: a program with dropout on can be compared
-  with its original to the last digits.
+* `LogicalDropout`. A mask is a function of (seed, step, site, call, sample, position in the
+  sample's logical tensor). It is computed at the positions that a rank has, by a counter-based
+  hash, so every layout, microbatching and recomputation draws the same mask: a program with dropout
+  can be compared with its original to the last digits.
 
-  The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-  OOPSLA 2014), one stream per (seed, step, site, call, sample), one number of the stream per
-  position.
-* Random draws of a model that is called alone, outside of programs: by row, or standing still.
-* Draws of a model that evaluates: they lie on ranks as those of training do, or are refused.
-* What a forward draws on the meta device, seen where it ends: in the operators of torch. Names of
-  functions tell too little: attention, recurrent layers and samplers draw inside of others. Every
-  random operator counts, unless it runs inside of a function that has a logical form.
+The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+2014), with one stream per (seed, step, site, call, sample), and one number of the stream per
+position.
+* Draws of a model that runs outside of programs: by row, or constant.
+* Draws of a model in evaluation: their layout is that of training, or they are refused.
+* Observation of draws in a forward on the meta device, at torch's operators. Names of functions are
+  not enough: attention, recurrent layers and samplers draw inside other functions. Every random
+  operator counts, unless it runs inside a function that has a logical form.
 """
 
 from __future__ import annotations
@@ -34,37 +33,49 @@ from torch._C import DisableTorchFunction
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.modes import ATTRIBUTE, Ambient, Carrying, ambient, on
-from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
-from schedlang.runtime.tracing.meta import model_line
+from schedlang.runtime.modes import (
+    ATTRIBUTE_ACCESS,
+    AmbientMode,
+    CarryingMode,
+    enter_modes,
+    is_active,
+)
+from schedlang.runtime.rng.logical_functions import (
+    LOGICAL,
+    DrawSource,
+    draws_illogically,
+    is_drawing,
+    may_draw,
+)
+from schedlang.runtime.tracing.meta_runs import model_line
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_BITS = 53  # of a float64's fraction
+_BITS = 53  # bits of a float64's fraction
 
 
 @dataclass(frozen=True)
-class Window:
-    """The part of one sample's logical tensor that is held here.
+class LogicalWindow:
+    """The part of one sample's logical tensor that is on this rank.
 
-    `shape` is the logical shape without the samples' dim; `index[d]` lists the logical positions
-    held along dim d, None standing for all of them.
+    `shape` is the logical shape without the dim of samples; `index[d]` are the logical positions
+    along dim d, None for all of them.
     """
 
     shape: tuple[int, ...]
     index: tuple[Sequence[int] | Tensor | None, ...]
 
 
-def within(
-    held: Window | None,
+def narrow_window(
+    held: LogicalWindow | None,
     shape: Sequence[int],
     total: int,
     along: Sequence[Sequence[int] | Tensor | None],
-) -> Window:
-    """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
+) -> LogicalWindow:
+    """Narrow a window: `along` has, for each dim, the selected positions of `total`, or None.
 
-    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.  Shards of a
-    dim that is cut further hold some of those positions.
+    `held` is the window of the shards in a sample's logical tensor; None: all of `shape`. The
+    shards of a dim that is narrowed hold some of the selected positions.
     """
     whole = list(held.shape if held else shape)
     index = list(held.index if held else [None] * len(shape))
@@ -77,34 +88,36 @@ def within(
                 index[dim] = positions[torch.as_tensor(own)]
             else:
                 index[dim] = [positions[int(k)] for k in own]
-    return Window(tuple(whole), tuple(index))
+    return LogicalWindow(tuple(whole), tuple(index))
 
 
-_FEW, _SHAPES = 1 << 18, 16  # positions that are kept, of so many shapes
-NOTED = 8  # numbers of a stream that tell it from all others
-Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
+_FEW, _SHAPES = 1 << 18, 16  # positions are cached for this number of elements and of shapes
+RECORDED_NUMBERS = 8  # first numbers of a stream, enough to tell streams apart
+StreamKey = tuple[scope.Moment, str, int, int]  # step, site, call, sample
 
 
-class Begun(NamedTuple):
-    """The start of a stream, the pass over the model that drew it, and whether twice in one
-    pass."""
+class StreamStart(NamedTuple):
+    """The start of a stream, the pass over the model that drew it, and whether one pass drew it
+    twice."""
 
     numbers: tuple[int, ...]
-    turn: tuple[tuple[int, ...], int] | None  # of which rows, the how manyth
+    pass_of_rows: tuple[tuple[int, ...], int] | None  # samples, and number of the pass
     twice: bool
 
 
-Slices = Callable[[str, int, tuple[int, ...]], Window | None]
-Unbatched = Mapping[tuple[str, int], bool]  # (site, call) of every draw of training
+WindowOfDraw = Callable[[str, int, tuple[int, ...]], LogicalWindow | None]
+# (site, call) of every draw of training -> whether it has no rows
+UnbatchedDraws = Mapping[tuple[str, int], bool]
 
-EVERY = -1  # stands for all samples of a batch where they share one mask
+ALL_SAMPLES = -1  # stands for all samples of a batch if they share one mask
 
 
-def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
-    """Return whether a draw has no dim of samples: all rows of a batch, wherever they are, share
-    its mask.
+def is_unbatched(known: UnbatchedDraws, site: str, call: int) -> bool:
+    """Return whether a draw has no dim of samples: all rows of a batch, on any rank, share its
+    mask.
 
-    Evaluation makes some draws only and counts them otherwise: there all of the site have to be so.
+    Evaluation makes only some of the draws, so call numbers differ: there all draws of the site
+    must be unbatched.
     """
     here = scope.current()
     if known and here is not None and here.evaluation:
@@ -112,74 +125,81 @@ def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
     return known.get((site, call), False)
 
 
-class LogicalDropout(Carrying):
+class LogicalDropout(CarryingMode):
     """Draw dropout logically; refuse other randomness, which other ranks cannot reproduce.
 
-    `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
-    shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
-    with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
-    changed. `unbatched` tells which draws have no rows: their masks are those of a step, one for
-    all samples. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every
-    draw by (step, site, call), and `begun`, likewise, how the stream of each sample began.
+    slices     slices(site, call, shape) returns the window of a local tensor with this per-sample
+               shape; None: all of it
+    unbatched  which draws have no rows: their masks are one for all samples of a step
+    drawn      the number of masks so far
+    noted      a dict or None: (step, site, call) -> samples of every draw
+    begun      a dict or None: stream -> its start
+    Rows (dim 0) are the samples of the current scope; a tensor with a multiple of as many rows
+    holds them sample by sample. Outside of any scope nothing is changed.
     """
 
     carried = True
 
     def __init__(
-        self, seed: int, slices: Slices | None = None, unbatched: Unbatched | None = None
+        self, seed: int, slices: WindowOfDraw | None = None, unbatched: UnbatchedDraws | None = None
     ) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
         self.unbatched = unbatched or {}
         self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
-        self.begun: dict[Stream, Begun] | None = None
-        self._scaled: dict[Any, Tensor] = {}  # positions that steps ask for again
+        self.begun: dict[StreamKey, StreamStart] | None = None
+        self._scaled: dict[Any, Tensor] = {}  # positions, cached for later steps
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
-            if func.__name__ == "__get__":  # no mode changes what is read
+        if type(func) is ATTRIBUTE_ACCESS:  # a third of all calls
+            if func.__name__ == "__get__":  # no mode changes the value
                 return func(*args)
-            return self.ask(func, types, args, kwargs)
+            return self.call_beneath(func, types, args, kwargs)
         if may_draw(func, kwargs) and scope.current() is not None:
-            if illogical(func, args, kwargs):
-                raise without_form(name(func), scope.site())
+            if draws_illogically(func, args, kwargs):
+                raise not_reproducible_refusal(function_text(func), scope.current_site())
             if func in LOGICAL:
                 kwargs = dict(kwargs)
                 if any(hasattr(x, "placements") for x in args):
-                    raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
+                    raise _refusal(
+                        f"`{function_text(func)}` in {site_text(scope.current_site())} is given a"
+                        " DTensor"
+                    )
                 kwargs.pop("generator", None)
                 with self.beneath():
                     return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
 
-    def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
-        """Enter a step that draws; it tells each draw which step it is of."""
-        return ambient(self)
+    def enter_step(self, step: scope.Moment) -> AbstractContextManager[None]:
+        """Return a context for a step that draws."""
+        return enter_modes(self)
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
-        keys, per_sample, window, call = self._drawn(shape)
-        with DisableTorchFunction():  # whole numbers, which no mode changes
+        """Return integers of this shape, uniform in [0, 2**53), as the next call at the current
+        site."""
+        keys, per_sample, window, call = self._next_draw(shape)
+        with DisableTorchFunction():  # integers: no mode changes them
             streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
             made = _mix(self._places(per_sample, window, device) + streams)
         if self.begun is not None:
-            self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
+            self._record_start(call, made.reshape(len(keys), -1)[:, :RECORDED_NUMBERS])
         return made.reshape(tuple(shape))
 
     def _places(
-        self, local: tuple[int, ...], window: Window | None, device: torch.device
+        self, local: tuple[int, ...], window: LogicalWindow | None, device: torch.device
     ) -> Tensor:
-        """Positions times the step of a stream, kept where they are few: they hang on shapes."""
+        """Return positions times the increment of a stream; cached if small, since they depend on
+        shapes only."""
         index = () if window is None else window.index
         key: Any = None
         if math.prod(local) <= _FEW and not any(isinstance(one, Tensor) for one in index):
             listed = (None if one is None else tuple(one) for one in index)
             key = local, window and window.shape, *listed, device
         if key is None or (found := self._scaled.get(key)) is None:
-            found = _positions(local, window, device, scope.site()).mul_(_signed(_GAMMA))
+            found = _positions(local, window, device, scope.current_site()).mul_(_signed(_GAMMA))
             if key is not None:
                 if len(self._scaled) == _SHAPES:
                     self._scaled.clear()
@@ -187,32 +207,36 @@ class LogicalDropout(Carrying):
         return found
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
-        """Return the streams for who draws a tensor of `shape` in parts: one for each row, int64
-        [rows].
+        """Return the streams for a tensor of `shape` that is drawn in chunks: int64 [rows].
 
-        It counts as the next call at the current site.  The second result are the logical positions
-        held along dim 1, None: all; along later dims all are meant.
+        This counts as the next call at the current site. The second result is the logical positions
+        along dim 1, None: all; along later dims all positions are needed.
         """
-        keys, per_sample, window, _ = self._drawn(shape)
+        keys, per_sample, window, _ = self._next_draw(shape)
         if len(keys) != shape[0]:
-            raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
+            raise _refusal(
+                f"dropout in `{scope.current_site()}` on {shape[0]} rows of {len(keys)} samples"
+            )
         assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
         return torch.tensor(keys), None if window is None else window.index[0]
 
-    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None, int]:
-        """The next call at the current site: a stream for each sample, and what of it is held."""
+    def _next_draw(
+        self, shape: Sequence[int]
+    ) -> tuple[list[int], tuple[int, ...], LogicalWindow | None, int]:
+        """Count the next call at the current site; return a stream for each sample, and the
+        window."""
         where = scope.current()
         assert where is not None, "logical numbers are drawn inside a scope"
-        site = scope.site()
-        call = scope.next_call(site)
+        site = scope.current_site()
+        call = scope.count_call(site)
         samples, per_sample = self.samples(site, call), tuple(shape)
-        if samples != (EVERY,):
+        if samples != (ALL_SAMPLES,):
             per_sample = _per_sample(per_sample, len(samples), site)
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
         if self.noted is not None:
             self.noted.setdefault((where.moment, site, call), set()).update(samples)
-        keys = [stream(self.seed, where.moment, site, call, sample) for sample in samples]
+        keys = [stream_of(self.seed, where.moment, site, call, sample) for sample in samples]
         return keys, per_sample, window, call
 
     def samples(self, site: str, call: int) -> tuple[int, ...]:
@@ -220,51 +244,55 @@ class LogicalDropout(Carrying):
         rows."""
         where = scope.current()
         assert where is not None
-        return (EVERY,) if is_unbatched(self.unbatched, site, call) else where.samples
+        return (ALL_SAMPLES,) if is_unbatched(self.unbatched, site, call) else where.samples
 
-    def _told(self, call: int, first: Tensor) -> None:
-        """The beginning of what each sample drew in this call."""
-        where, site, turn = scope.current(), scope.site(), scope.turn()
+    def _record_start(self, call: int, first: Tensor) -> None:
+        """Record the first numbers of each sample in this call."""
+        where, site, turn = scope.current(), scope.current_site(), scope.pass_number()
         assert where is not None and self.begun is not None
         at = None if turn is None else (where.samples, turn)  # parts of a batch may share a mask
         for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
             stream = where.moment, site, call, sample
             known = self.begun.get(stream)
-            twice = known is not None and at is not None and known.turn == at
-            self.begun[stream] = Begun(tuple(numbers), at, twice or bool(known and known.twice))
+            twice = known is not None and at is not None and known.pass_of_rows == at
+            self.begun[stream] = StreamStart(
+                tuple(numbers), at, twice or bool(known and known.twice)
+            )
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """A boolean mask of `shape`, true with probability 1 - p."""
+        """Return a boolean mask of `shape`, true with probability 1 - p."""
         return torch.ge(self.bits(shape, device), round(p * 2**_BITS))
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers of `shape` in [0, 1), with as many binary digits as `dtype` holds."""
+        """Return numbers of `shape` in [0, 1), with as many binary digits as `dtype` has."""
         digits = 1 - round(math.log2(torch.finfo(dtype).eps))
         bits: Tensor = self.bits(shape, device) >> (_BITS - digits)
         return torch.div(bits.to(dtype), 2**digits)
 
 
 def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, ...]:
-    """The shape of one sample in a tensor that holds the samples one after the other."""
+    """Return the shape of one sample in a tensor that holds samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
-            f"{here(site)} draws {shape} at {_line()}: not rows of {samples} samples",
+            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples",
         )
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 
 
-def stream(*words: object) -> int:
-    """The stream of draws that some words name, of a mask (seed, step, site, call, sample) or of a
-    saved tensor, as a signed 64-bit number."""
+def stream_of(*words: object) -> int:
+    """Return a stream as a signed 64-bit number, by a hash of words.
+
+    For a mask the words are (seed, step, site, call, sample); saved tensors have their own.
+    """
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _positions(
-    local: tuple[int, ...], window: Window | None, device: torch.device, site: str
+    local: tuple[int, ...], window: LogicalWindow | None, device: torch.device, site: str
 ) -> Tensor:
-    """1 + the index in the logical tensor of one sample, for each element held here."""
-    window = window or Window(local, (None,) * len(local))
+    """Return 1 + the index in the logical tensor of one sample, for each local element."""
+    window = window or LogicalWindow(local, (None,) * len(local))
     held = tuple(
         size if index is None else len(index)
         for size, index in zip(window.shape, window.index, strict=True)
@@ -282,8 +310,8 @@ def _positions(
     return total.unsqueeze(0)
 
 
-def mixed(positions: Tensor, streams: Tensor) -> Tensor:
-    """The numbers of some streams at positions from 1 on, uniform in [0, 2**53).
+def stream_numbers(positions: Tensor, streams: Tensor) -> Tensor:
+    """Return the numbers of streams at positions from 1 on, uniform in [0, 2**53).
 
     `positions` are overwritten.
     """
@@ -291,13 +319,14 @@ def mixed(positions: Tensor, streams: Tensor) -> Tensor:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's output function on int64, which wraps as uint64 does; its highest 53 bits."""
+    """Return SplitMix64's output function of int64, which wraps like uint64; its highest 53
+    bits."""
     for shift, factor in _MIX:  # in place: masks are large
-        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
-    return _shifted(state.bitwise_xor_(_shifted(state, 31)), 64 - _BITS)
+        state.bitwise_xor_(_shift_unsigned(state, shift)).mul_(_signed(factor))
+    return _shift_unsigned(state.bitwise_xor_(_shift_unsigned(state, 31)), 64 - _BITS)
 
 
-def _shifted(state: Tensor, by: int) -> Tensor:
+def _shift_unsigned(state: Tensor, by: int) -> Tensor:
     shifted: Tensor = state >> by
     return shifted.bitwise_and_((1 << (64 - by)) - 1)  # without the sign
 
@@ -307,14 +336,15 @@ def _signed(number: int) -> int:
 
 
 def draws_weights() -> bool:
-    """Return whether attention that drops weights is written out here, weights and all."""
-    return scope.current() is not None and on(LogicalDropout)
+    """Return whether attention with dropped weights is computed by plain operators, with all
+    weights."""
+    return scope.current() is not None and is_active(LogicalDropout)
 
 
-def without_form(name: str, site: str, line: str = "") -> Refusal:
-    """Return the refusal (S812) of a draw that cannot be made alike under every layout."""
+def not_reproducible_refusal(name: str, site: str, line: str = "") -> Refusal:
+    """Return the refusal (S812) of a draw that cannot be reproduced under every layout."""
     at = f", at {line}," if line else ""
-    return _refusal(f"`{name}` in {here(site)}{at} cannot be reproduced on other ranks")
+    return _refusal(f"`{name}` in {site_text(site)}{at} cannot be reproduced on other ranks")
 
 
 def _refusal(title: str) -> Refusal:
@@ -326,25 +356,25 @@ def _refusal(title: str) -> Refusal:
     )
 
 
-def name(func: Any) -> str:
-    """A function of torch as one writes it."""
-    said = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
-    return said.replace("_VariableFunctionsClass.", "torch.")
+def function_text(func: Any) -> str:
+    """Return the name of a torch function as a user writes it."""
+    qualified = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+    return qualified.replace("_VariableFunctionsClass.", "torch.")
 
 
-def here(site: str) -> str:
-    """The module that runs, in words."""
+def site_text(site: str) -> str:
+    """Return the running module as text."""
     return f"`{site}`" if site else "the model's forward"
 
 
-class Alone(Ambient):
-    """A model draws from this source.
+class SourceMode(AmbientMode):
+    """A mode under which a model draws from a given source.
 
-    It shares nothing with the logical draws of programs but the form of each random function: what
-    these do wrong is not said of the model.
+    It shares with the logical draws of programs only the form of each random function, so that
+    errors there are not blamed on the model.
     """
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: DrawSource) -> None:
         super().__init__()
         self.draw = draw
 
@@ -358,15 +388,15 @@ class Alone(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-class ByRow:
-    """Draws from a generator of torch for every call and row: a row draws the same in every
+class RowDraws:
+    """A source with a torch generator for every call and row: a row draws the same in every
     part."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows, self.calls = tuple(rows), 0
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See Draw; a tensor of more rows holds those of each sample side by side."""
+        """See `Draw`; a tensor with more rows holds those of each sample side by side."""
         first, *rest = shape
         assert first % len(self.rows) == 0, f"{first} rows of {len(self.rows)} samples"
         each, self.calls = (first // len(self.rows), *rest), self.calls + 1
@@ -381,24 +411,24 @@ class ByRow:
         return torch.cat(made).to(device, dtype)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """See Draw."""
+        """See `Draw`."""
         return torch.ge(self.uniform(shape, torch.float64, device), p)
 
 
-class Still:
-    """Nothing is dropped, and every number is the middle one."""
+class ConstantDraws:
+    """A source that drops nothing, and whose numbers are all 0.5."""
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See Draw."""
+        """See `Draw`."""
         return torch.full(tuple(shape), 0.5, dtype=dtype, device=device)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """See Draw."""
+        """See `Draw`."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
 
-class Undropped(Alone):
-    """Nothing is dropped, on whatever tensors: of DTensors, too, whose masks would be plain."""
+class NoDropout(SourceMode):
+    """A mode without dropout, also for DTensors, whose masks would be plain tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -409,22 +439,24 @@ class Undropped(Alone):
                 args = (*args[:4], 0.0, *args[5:])
             kwargs.pop("dropout_p", None)
             return func(*args, **kwargs)
-        if func in LOGICAL and "dropout" in name(func):
+        if func in LOGICAL and "dropout" in function_text(func):
             value = args[0] if args else kwargs["input"]
             kept = value.clone(), torch.ones_like(value, dtype=torch.bool)
             return kept if func is torch.native_dropout else value
         return super().__torch_function__(func, types, args, kwargs)
 
 
-Tags = Mapping[str, Any]  # by axis, how a dim lies on it
-Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
+AxisTags = Mapping[str, Any]  # axis -> layout of a dim on it
+MaskLayouts = Mapping[tuple[str, int], tuple[tuple[int, ...], AxisTags]]
 
 
-def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> tuple[tuple[int, ...], Tags]:
-    """Return shape and layout of a tensor of so many dims a sample that a site draws in evaluation.
+def evaluation_layout(
+    masks: MaskLayouts, site: str, dims: int, split: bool
+) -> tuple[tuple[int, ...], AxisTags]:
+    """Return shape and layout of a draw with `dims` dims per sample at a site in evaluation.
 
-    `masks` are the draws of training, of which evaluation makes some only, so that calls are
-    counted otherwise: all of its site have to lie alike.  `split`: the plan splits modules at all.
+    `masks` are the draws of training. Evaluation makes only some of them, so call numbers differ:
+    all draws of its site must have the same layout. `split`: the plan shards modules at all.
     """
     known = [
         (whole, tags)
@@ -434,25 +466,24 @@ def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> tuple[tupl
     if known and all(tags == known[0][1] for _, tags in known):
         return known[0]
     if split:
-        raise _unlike(site, "draws there" if known else "does not draw so")
+        raise _evaluation_refusal(site, "draws there" if known else "does not draw so")
     return (), {}
 
 
-class Undrawn(LogicalDropout):
-    """The dropout of an evaluation of a program that draws nothing in training: refuses every
-    draw."""
+class NoTrainingDraws(LogicalDropout):
+    """Refuse every draw in evaluation, for a program that draws nothing in training."""
 
-    def _drawn(self, shape: Sequence[int]) -> Any:
-        raise _unlike(scope.site(), "does not draw")
+    def _next_draw(self, shape: Sequence[int]) -> Any:
+        raise _evaluation_refusal(scope.current_site(), "does not draw")
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Any:
-        """See LogicalDropout."""
-        return self._drawn(shape)
+        """Refuse the draw."""
+        return self._next_draw(shape)
 
 
-def _unlike(site: str, trains: str) -> Refusal:
-    """Return the refusal (S812) of a draw that only evaluation makes, at the line of the model."""
-    drawn = f"{here(site)} draws random numbers in evaluation ({_line()})"
+def _evaluation_refusal(site: str, trains: str) -> Refusal:
+    """Return the refusal (S812) of a draw that only evaluation makes, with the model's line."""
+    drawn = f"{site_text(site)} draws random numbers in evaluation ({_drawing_line()})"
     return Refusal.of(
         "S812",
         drawn,
@@ -467,22 +498,23 @@ def _unlike(site: str, trains: str) -> Refusal:
     )
 
 
-def _line() -> str:
-    """The line that draws: the innermost outside of torch and of this package."""
+def _drawing_line() -> str:
+    """Return the line that draws: the innermost outside of torch and of this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_SKIPPED):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-_OURS = ("schedlang", "torch.")
+_SKIPPED = ("schedlang", "torch.")
 
 
-class Watched(Ambient):
-    """Runs beside a forward; it opens the functions that LogicalDropout opens, and no others.
+class DrawObserver(AmbientMode):
+    """A mode that observes the draws of a forward; it enters the functions that LogicalDropout
+    enters.
 
     random  some operator draws
-    apart   what draws as logical masks cannot, the module that it runs in, and the model's line
+    apart   draws without a logical form: function -> (running module, line of the model)
     """
 
     def __init__(self, site: Callable[[], str]) -> None:
@@ -495,9 +527,9 @@ class Watched(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        refused = illogical(func, args, kwargs)
+        refused = draws_illogically(func, args, kwargs)
         if refused:
-            self._note(name(func))
+            self._note(function_text(func))
         if not refused and func not in LOGICAL:
             return self.run(func, types, args, kwargs)
         self._inside += 1
@@ -506,9 +538,9 @@ class Watched(Ambient):
         finally:
             self._inside -= 1
 
-    def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hear of every random operator that runs."""
-        if not active(func, args, kwargs):
+    def observe_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Observe a random operator that runs."""
+        if not is_drawing(func, args, kwargs):
             return
         self.random = True
         if not self._inside:

@@ -1,8 +1,8 @@
-"""A chain of pointwise operators and row reductions: which dims are rows, and its Triton text.
+"""A chain of pointwise operators and row reductions: roles of dims, and its Triton source.
 
-One program takes some rows, and all of it in one pass if they fit.  Rows that are longer than a
-block are read once for each reduction that waits for another one, and once more for the results;
-sums over rows then lie in memory, one row for each program.
+One program computes some rows, in one pass if they fit into a block. Longer rows are read once for
+each reduction that depends on another one, and once more for the results; sums over rows are then
+accumulated in memory, one row for each program.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch
 from torch import fx
 
 # -- roles of dims ---------------------------------------------------------------------------------
-# All values of a chain lie in one grid, the shape of its largest tensor.  The role of a dim are
-# the dims of the grid that it runs along, counted from the last (-1, the column): none where its
-# size is 1, several where a view has joined them.  So a row of N numbers is never taken for N
-# rows.
+# All values of a chain are broadcast to one grid, the shape of its largest tensor. The role of a
+# dim is the set of grid dims that it spans, counted from the last (-1, the column): none if its
+# size is 1, several if a view has merged them. So a row of N numbers is never taken for N rows.
 
 
-Roles: TypeAlias = tuple[tuple[int, ...], ...]
+DimRoles: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class NotRowwise(Exception):
@@ -31,7 +30,7 @@ class NotRowwise(Exception):
 
 
 @dataclass(frozen=True)
-class Grid:
+class RowGrid:
     """The shape that all values are broadcast to."""
 
     shape: tuple[int, ...]
@@ -43,7 +42,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return self.shape[-1]
 
     @property
@@ -51,8 +50,8 @@ class Grid:
         """The dims that count rows."""
         return frozenset(d for d in range(-len(self.shape), -1) if self.shape[d] > 1)
 
-    def of(self, shape: Sequence[int], what: str) -> Roles:
-        """The roles in a tensor that is given, as torch broadcasts it."""
+    def roles_of(self, shape: Sequence[int], what: str) -> DimRoles:
+        """Return the roles of an input tensor's dims, by torch's broadcasting."""
         found = []
         for place, size in enumerate(shape):
             dim = place - len(shape)
@@ -63,40 +62,40 @@ class Grid:
             found.append((dim,) if size != 1 else ())
         return tuple(found)
 
-    def parts(self, roles: Roles, what: str) -> tuple[bool, bool]:
-        """(whether a value differs from row to row, and from column to column)."""
+    def varies_along(self, roles: DimRoles, what: str) -> tuple[bool, bool]:
+        """Return whether a value differs from row to row, and from column to column."""
         dims = {dim for role in roles for dim in role}
         leading = dims - {-1}
         if leading and leading != self.leading:
             raise NotRowwise(f"{what} is broadcast over some of the leading dims only")
         return bool(leading), -1 in dims
 
-    def together(self, several: Sequence[Roles], what: str) -> Roles:
-        """The roles of a pointwise operator's result."""
+    def combine(self, several: Sequence[DimRoles], what: str) -> DimRoles:
+        """Return the roles of a pointwise operator's result."""
         length = max((len(roles) for roles in several), default=0)
         found: list[tuple[int, ...]] = []
         for place in range(-length, 0):
-            said = {roles[place] for roles in several if -place <= len(roles)} - {()}
-            if len(said) > 1:
+            distinct = {roles[place] for roles in several if -place <= len(roles)} - {()}
+            if len(distinct) > 1:
                 raise NotRowwise(f"{what} merges rows with columns")
-            found.append(said.pop() if said else ())
+            found.append(distinct.pop() if distinct else ())
         return tuple(found)
 
-    def viewed(self, roles: Roles, shape: Sequence[int], what: str) -> Roles:
-        """The roles after a view."""
+    def roles_of_view(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
+        """Return the roles after a view."""
         dims = [dim for role in roles for dim in role]
         found: list[tuple[int, ...]] = []
         for size in shape:
-            taken: list[int] = []
-            while prod(self.shape[d] for d in taken) < size and dims:
-                taken.append(dims.pop(0))
-            if prod(self.shape[d] for d in taken) != size:
+            merged: list[int] = []
+            while prod(self.shape[d] for d in merged) < size and dims:
+                merged.append(dims.pop(0))
+            if prod(self.shape[d] for d in merged) != size:
                 raise NotRowwise(f"{what} moves elements between rows")
-            found.append(tuple(taken))
+            found.append(tuple(merged))
         return tuple(found)
 
-    def expanded(self, roles: Roles, shape: Sequence[int], what: str) -> Roles:
-        """The roles after `expand`."""
+    def roles_of_expand(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
+        """Return the roles after `expand`."""
         old = ((),) * (len(shape) - len(roles)) + roles
         found: list[tuple[int, ...]] = []
         for place, (role, size) in enumerate(zip(old, shape, strict=True)):
@@ -114,8 +113,8 @@ class Grid:
 # -- operators -------------------------------------------------------------------------------------
 
 
-# functions that Triton lacks: near zero their formulas lose digits; tanh has a series there, and
-# for the others, after Kahan, the rounding of 1 + x, and of exp(x), is taken out again
+# functions that Triton lacks. Near zero their formulas lose digits: tanh has a series there; the
+# others correct, after Kahan, the rounding of 1 + x and of exp(x)
 HELPERS: Mapping[str, str] = {
     "tanh": """    square = x * x
     series = 0.05396825397 - square * 0.02186948854
@@ -131,7 +130,7 @@ HELPERS: Mapping[str, str] = {
     return tl.where(value == 1.0, x, tl.where(far, value - 1.0, near))
 """,
 }
-# what is not a number stays so, as in torch
+# NaN stays NaN, as in torch
 _LARGER = "tl.where(({0} != {0}) | ({0} > {1}), {0}, {1})"
 _SMALLER = "tl.where(({0} != {0}) | ({0} < {1}), {0}, {1})"
 
@@ -194,8 +193,8 @@ POINTWISE: Mapping[str, str] = {
     "aten.isnan.default": "{0} != {0}",
 }
 
-# the same values under another shape, or another name
-SAME = frozenset(
+# operators that give the same values in another shape, or under another name
+VIEWS = frozenset(
     f"aten.{name}"
     for name in (
         *("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default"),
@@ -204,14 +203,14 @@ SAME = frozenset(
     )
 )
 CASTS = frozenset(("prims.convert_element_type.default", "aten._to_copy.default"))
-FULL = frozenset(
+CONSTANTS = frozenset(
     f"aten.{name}.default"
     for name in (
         *("full", "full_like", "zeros_like", "ones_like", "zeros", "ones", "scalar_tensor"),
         *("new_zeros", "new_full"),
     )
 )
-IDLE = frozenset(("aten._assert_tensor_metadata.default",))
+NO_OPERATION = frozenset(("aten._assert_tensor_metadata.default",))
 POWERS: Mapping[float, str] = {
     -2.0: "1.0 / ({0} * {0})",
     -1.0: "1.0 / {0}",
@@ -228,8 +227,8 @@ EXTREMES: Mapping[str, str] = {"aten.amax.default": "max", "aten.amin.default": 
 VARIANCES = frozenset(("aten.var_mean.correction", "aten.var.correction"))
 
 
-def value_of(target: str, args: tuple[Any, ...]) -> float:
-    """The number that a tensor of one number holds."""
+def constant_value(target: str, args: tuple[Any, ...]) -> float:
+    """Return the number of a constant tensor."""
     name = target.split(".")[1]
     if name.startswith("zeros") or name == "new_zeros":
         return 0.0
@@ -241,23 +240,23 @@ def value_of(target: str, args: tuple[Any, ...]) -> float:
 # -- the chain -------------------------------------------------------------------------------------
 
 
-How = Literal["given", "point", "row", "column"]
+ValueKind = Literal["given", "point", "row", "column"]
 
 
-@dataclass(frozen=True, eq=False)  # two are equal if they are one
-class Value:
+@dataclass(frozen=True, eq=False)  # compared by identity
+class ChainValue:
     """One value of a chain.
 
-    how    `given`: a tensor, number `place`; `point`: an expression of the operands; `row`: a
-           reduction along each row (`text` is sum, max or min); `column`: a sum over all rows
+    how    `inputs`: an input tensor, number `place`; `point`: an expression of the operands; `row`:
+           a reduction along each row (`text` is sum, max or min); `column`: a sum over all rows
     rows   whether it differs from row to row
     cols   whether it differs from column to column
     """
 
     name: str
-    how: How
+    kind: ValueKind
     text: str
-    operands: tuple[Value, ...]
+    operands: tuple[ChainValue, ...]
     rows: bool
     cols: bool
     dtype: torch.dtype
@@ -265,37 +264,38 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A result that the kernel writes."""
+class StoredResult:
+    """A result that the kernel stores."""
 
-    value: Value
+    value: ChainValue
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class From:
-    """The source of an output of the graph: `given`, `stored` or `tail`, number `place`."""
+class OutputSource:
+    """The source of an output of the graph: number `place` of the inputs, stored results or tail
+    outputs."""
 
     where: Literal["given", "stored", "tail", "none"]
     place: int = 0
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A graph as one kernel, and what torch does after it with the few sums over rows.
+class RowwiseChain:
+    """A graph as one kernel, and what torch computes after it from the sums over rows.
 
-    tail   a graph of (the sums in order, given tensors numbered `wanted`); it is a few operators
-           on tensors of one row: casts, sums of gradients
+    tail   a graph of (the sums in order, inputs numbered `tail_inputs`): a few operators on
+           tensors of one row, such as casts and sums of gradients
     """
 
-    grid: Grid
-    given: tuple[Value, ...]
-    stored: tuple[Stored, ...]
-    sums: tuple[Stored, ...]
-    outputs: tuple[From, ...]
+    grid: RowGrid
+    inputs: tuple[ChainValue, ...]
+    stored: tuple[StoredResult, ...]
+    sums: tuple[StoredResult, ...]
+    outputs: tuple[OutputSource, ...]
     tail: fx.Graph | None = field(default=None, repr=False)
-    wanted: tuple[int, ...] = ()
+    tail_inputs: tuple[int, ...] = ()
 
 
 # -- its text --------------------------------------------------------------------------------------
@@ -305,142 +305,143 @@ TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float
 _EMPTY = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
 
 
-def source(chain: Chain, rounding: str, *, looped: bool) -> str:
-    """The text of a module with one kernel, `kernel`.
+def triton_source(chain: RowwiseChain, rounding: str, *, looped: bool) -> str:
+    """Return the source of a module with one Triton kernel, `kernel`.
 
-    looped: rows are longer than a block.  rounding "eager": every value is rounded to the type that
-    it has in the model.  Arguments: tensors given, stored and summed, the number of rows and their
-    size, the strides of the rows of each tensor given, and how many tiles of rows a program takes.
+    `looped`: rows are longer than a block. `rounding` "eager": every value is rounded to its dtype
+    in the model. Arguments of the kernel: pointers of input, stored and summed tensors; the number
+    of rows and their size; the row stride of each input tensor; the number of tiles of rows per
+    program.
     """
     return _Writer(chain, rounding).text(looped)
 
 
-def passes(chain: Chain) -> int:
-    """Count the passes over a row of several blocks."""
+def count_passes(chain: RowwiseChain) -> int:
+    """Return the number of passes over a row of several blocks."""
     ends = [s.value for s in chain.stored] + [s.value.operands[0] for s in chain.sums]
     return 1 + max((_level(value) for value in ends), default=0)
 
 
 class _Writer:
-    def __init__(self, chain: Chain, rounding: str) -> None:
+    def __init__(self, chain: RowwiseChain, rounding: str) -> None:
         self.chain, self.rounding = chain, rounding
         self.lines: list[str] = []
         self.depth = 1
-        self.done: set[Value] = set()
+        self.done: set[ChainValue] = set()
 
     def text(self, looped: bool) -> str:
-        """The whole text."""
+        """Return the complete source."""
         chain = self.chain
         names = [
-            *(f"a{v.place}" for v in chain.given),
+            *(f"a{v.place}" for v in chain.inputs),
             *(f"o{n}" for n in range(len(chain.stored))),
             *(f"c{n}" for n in range(len(chain.sums))),
             "rows",
             "size",
-            *(f"a{v.place}_stride" for v in chain.given if v.rows and v.cols),
+            *(f"a{v.place}_stride" for v in chain.inputs if v.rows and v.cols),
             "tiles",
             "ROWS: tl.constexpr",
             "BLOCK: tl.constexpr",
         ]
-        self._say("program = tl.program_id(0).to(tl.int64)")
-        (self._looped if looped else self._whole)()
+        self._write("program = tl.program_id(0).to(tl.int64)")
+        (self._looped if looped else self._single_pass)()
         head = f"@triton.jit\ndef kernel(\n    {', '.join(names)},\n):\n"
         body = "".join(f"{line}\n" for line in self.lines)
         called = [name for name in HELPERS if re.search(rf"\b{name}\(", body)]
         used = [f"@triton.jit\ndef {name}(x):\n{HELPERS[name]}\n\n" for name in called]
         return f"import triton\nimport triton.language as tl\n\n\n{''.join(used)}{head}{body}"
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         self.lines.append("    " * self.depth + line)
 
     # rows that are one block
 
-    def _whole(self) -> None:
+    def _single_pass(self) -> None:
         self._column("0")
-        for value in self._needed(self._ends()):  # what is the same for all rows, once
+        for value in self._needed(self._results()):  # once: values that are equal for all rows
             if not value.rows:
                 self._value(value)
         for place, one in enumerate(self.chain.sums):
             shape = "(1, BLOCK)" if one.value.cols else "(1, 1)"
-            self._say(f"t{place} = tl.zeros({shape}, tl.float32)")
-        self._say("for tile in range(tiles):")
+            self._write(f"t{place} = tl.zeros({shape}, tl.float32)")
+        self._write("for tile in range(tiles):")
         self.depth += 1
         self._rows()
-        self._say("inside = live & within")
-        for value in self._needed(self._ends()):
+        self._write("inside = live & within")
+        for value in self._needed(self._results()):
             self._value(value)
         for place, one in enumerate(self.chain.sums):
-            self._say(f"t{place} += {self._over_rows(one.value)}")
+            self._write(f"t{place} += {self._over_rows(one.value)}")
         for place in range(len(self.chain.stored)):
             self._store(place)
         self.depth -= 1
         for place, one in enumerate(self.chain.sums):
             if one.value.cols:
-                self._say(f"tl.store(c{place} + program * size + column, t{place}, mask=within)")
+                self._write(f"tl.store(c{place} + program * size + column, t{place}, mask=within)")
             else:
-                self._say(f"tl.store(c{place} + program + tl.zeros((1, 1), tl.int32), t{place})")
+                self._write(f"tl.store(c{place} + program + tl.zeros((1, 1), tl.int32), t{place})")
 
     # rows of several blocks
 
     def _looped(self) -> None:
-        self._say("for tile in range(tiles):")
+        self._write("for tile in range(tiles):")
         self.depth += 1
         self._rows()
-        reductions = [v for v in self._needed(self._ends()) if v.how == "row"]
+        reductions = [v for v in self._needed(self._results()) if v.kind == "row"]
         for level in range(1, max((_level(v) for v in reductions), default=0) + 1):
             self._pass([v for v in reductions if _level(v) == level])
-        self._last()
+        self._write_results()
         self.depth -= 1
 
-    def _pass(self, reductions: Sequence[Value]) -> None:
-        """Read the rows once for reductions that wait for nothing but earlier ones."""
-        self._alone(reductions)
+    def _pass(self, reductions: Sequence[ChainValue]) -> None:
+        """Write a pass over the rows for reductions that depend only on earlier ones."""
+        self._write_row_values(reductions)
         for value in reductions:
-            self._say(
+            self._write(
                 f"{value.name}_part = tl.full((ROWS, BLOCK), {_EMPTY[value.text]}, tl.float32)"
             )
         with_blocks = self._blocks([v.operands[0] for v in reductions])
         for value in reductions:
-            said = f"tl.where(inside, {value.operands[0].name}, {_EMPTY[value.text]})"
+            masked = f"tl.where(inside, {value.operands[0].name}, {_EMPTY[value.text]})"
             name = f"{value.name}_part"
             if value.text == "sum":
-                self._say(f"{name} += {said}")
+                self._write(f"{name} += {masked}")
             else:
                 larger = ">" if value.text == "max" else "<"
-                self._say(f"{value.name}_new = {said}")
+                self._write(f"{value.name}_new = {masked}")
                 new = f"{value.name}_new"
                 better = f"({new} != {new}) | ({new} {larger} {name})"
-                self._say(f"{name} = tl.where({better}, {new}, {name})")
+                self._write(f"{name} = tl.where({better}, {new}, {name})")
         self.depth -= with_blocks
         for value in reductions:
-            self._say(
-                f"{value.name} = {self._rounded(_reduced(value, f'{value.name}_part'), value)}"
-            )
+            reduced = _reduction_text(value, f"{value.name}_part")
+            self._write(f"{value.name} = {self._rounded(reduced, value)}")
             self.done.add(value)
 
-    def _alone(self, wanted: Iterable[Value]) -> None:
-        """Return the values without columns that are known before a pass over the rows."""
+    def _write_row_values(self, wanted: Iterable[ChainValue]) -> None:
+        """Write the values without columns that are known before a pass over the rows."""
         for value in self._needed(wanted):
             known = all(v in self.done for v in value.operands)
-            if known and not value.cols and value.how != "row":
+            if known and not value.cols and value.kind != "row":
                 self._value(value)
 
-    def _blocks(self, wanted: Sequence[Value]) -> int:
-        """The head of a loop over blocks, and what is wanted in it."""
-        self._say("for start in range(0, size, BLOCK):")
+    def _blocks(self, wanted: Sequence[ChainValue]) -> int:
+        """Write the head of a loop over blocks, and the wanted values in it; return the loop's
+        depth."""
+        self._write("for start in range(0, size, BLOCK):")
         self.depth += 1
         self._column("start")
-        self._say("inside = live & within")
+        self._write("inside = live & within")
         outside = set(self.done)
         for value in self._needed(wanted):
             self._value(value)
         self.done = outside
         return 1
 
-    def _last(self) -> None:
-        """Read the rows for the results."""
+    def _write_results(self) -> None:
+        """Write the pass over the rows for the results."""
         sums = [one.value for one in self.chain.sums]
-        self._alone([*self._ends()])
+        self._write_row_values([*self._results()])
         within = [s.value for s in self.chain.stored if s.value.cols]
         within += [v.operands[0] for v in sums if v.cols]
         if within:
@@ -451,10 +452,10 @@ class _Writer:
             for place, value in enumerate(sums):
                 if value.cols:
                     at = f"c{place} + program * size + column"
-                    self._say(f"t{place} = tl.load({at}, mask=within, other=0.0)")
-                    self._say(f"tl.store({at}, t{place} + {self._over_rows(value)}, mask=within)")
+                    self._write(f"t{place} = tl.load({at}, mask=within, other=0.0)")
+                    self._write(f"tl.store({at}, t{place} + {self._over_rows(value)}, mask=within)")
             if any(value.cols for value in sums):
-                self._say("tl.debug_barrier()")  # the next tile reads what this one wrote
+                self._write("tl.debug_barrier()")  # the next tile reads what this one wrote
             self.depth -= 1
         for place, one in enumerate(self.chain.stored):
             if not one.value.cols:
@@ -462,20 +463,20 @@ class _Writer:
         for place, value in enumerate(sums):
             if not value.cols:
                 at = f"c{place} + program + tl.zeros((1, 1), tl.int32)"
-                self._say(f"tl.store({at}, tl.load({at}) + {self._over_rows(value)})")
-                self._say("tl.debug_barrier()")
+                self._write(f"tl.store({at}, tl.load({at}) + {self._over_rows(value)})")
+                self._write("tl.debug_barrier()")
 
     # pieces
 
-    def _ends(self) -> list[Value]:
-        """Write the stores and the sums."""
+    def _results(self) -> list[ChainValue]:
+        """Return the stored values, and the operands of sums over rows."""
         return [s.value for s in self.chain.stored] + [s.value.operands[0] for s in self.chain.sums]
 
-    def _needed(self, ends: Iterable[Value]) -> list[Value]:
-        """Everything that these need and is not known, in order."""
-        found: dict[Value, None] = {}
+    def _needed(self, ends: Iterable[ChainValue]) -> list[ChainValue]:
+        """Return all values that these depend on and that are not written yet, in order."""
+        found: dict[ChainValue, None] = {}
 
-        def walk(value: Value) -> None:
+        def walk(value: ChainValue) -> None:
             if value in self.done or value in found:
                 return
             for one in value.operands:
@@ -488,36 +489,36 @@ class _Writer:
 
     def _column(self, start: str) -> None:
         shift = "" if start == "0" else f"{start} + "
-        self._say(f"column = {shift}tl.arange(0, BLOCK)[None, :]")
-        self._say("within = column < size")
+        self._write(f"column = {shift}tl.arange(0, BLOCK)[None, :]")
+        self._write("within = column < size")
 
     def _rows(self) -> None:
-        self._say(
+        self._write(
             "row = ((program + tile * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS))[:, None]"
         )
-        self._say("live = row < rows")
+        self._write("live = row < rows")
 
-    def _value(self, value: Value) -> None:
+    def _value(self, value: ChainValue) -> None:
         names = [v.name for v in value.operands]
-        if value.how == "given":
-            said = self._loaded(value)
-        elif value.how == "row":
+        if value.kind == "given":
+            text = self._loaded(value)
+        elif value.kind == "row":
             mask = "inside" if value.operands[0].rows else "within"
-            said = _reduced(value, f"tl.where({mask}, {names[0]}, {_EMPTY[value.text]})")
+            text = _reduction_text(value, f"tl.where({mask}, {names[0]}, {_EMPTY[value.text]})")
         elif not value.operands:
-            said = f"tl.full((1, 1), {value.text}, tl.float32)"
+            text = f"tl.full((1, 1), {value.text}, tl.float32)"
         else:
-            said = value.text.format(*names)
-        self._say(f"{value.name} = {self._rounded(said, value)}")
+            text = value.text.format(*names)
+        self._write(f"{value.name} = {self._rounded(text, value)}")
         self.done.add(value)
 
-    def _rounded(self, said: str, value: Value) -> str:
+    def _rounded(self, said: str, value: ChainValue) -> str:
         narrow = value.dtype in (torch.bfloat16, torch.float16)
-        if not narrow or self.rounding != "eager" or value.how == "given":
+        if not narrow or self.rounding != "eager" or value.kind == "given":
             return said
         return f"({said}).to({TYPES[value.dtype]}).to(tl.float32)"
 
-    def _loaded(self, value: Value) -> str:
+    def _loaded(self, value: ChainValue) -> str:
         name = f"a{value.place}"
         at, mask = name, ""
         if value.rows and value.cols:
@@ -529,7 +530,7 @@ class _Writer:
         end = " != 0" if value.dtype is torch.bool else ".to(tl.float32)"
         return f"tl.load({at}{mask}){end}"
 
-    def _over_rows(self, column: Value) -> str:
+    def _over_rows(self, column: ChainValue) -> str:
         value = column.operands[0]
         mask = "inside" if column.cols else "live"
         return f"tl.sum(tl.where({mask}, {value.name}, 0.0), 0, keep_dims=True)"
@@ -545,18 +546,18 @@ class _Writer:
             at, mask = f"o{place} + row", "live"
         else:
             at, mask = f"o{place} + tl.zeros((1, 1), tl.int32)", "program == 0"
-        self._say(f"tl.store({at}, ({value.name}).to({end}), mask={mask})")
+        self._write(f"tl.store({at}, ({value.name}).to({end}), mask={mask})")
 
 
-def _reduced(value: Value, said: str) -> str:
-    """The reduction of what is said, masked already; one that is no number makes it none."""
+def _reduction_text(value: ChainValue, expression: str) -> str:
+    """Return the reduction of a masked expression; a maximum or minimum over a NaN is NaN."""
     if value.text == "sum":
-        return f"tl.sum({said}, 1, keep_dims=True)"
-    wild = f"tl.sum(tl.where({said} != {said}, 1.0, 0.0), 1, keep_dims=True) > 0.0"
-    return f'tl.where({wild}, float("nan"), tl.{value.text}({said}, 1, keep_dims=True))'
+        return f"tl.sum({expression}, 1, keep_dims=True)"
+    wild = f"tl.sum(tl.where({expression} != {expression}, 1.0, 0.0), 1, keep_dims=True) > 0.0"
+    return f'tl.where({wild}, float("nan"), tl.{value.text}({expression}, 1, keep_dims=True))'
 
 
-def _level(value: Value) -> int:
-    """Count the reductions that follow one another up to this value."""
+def _level(value: ChainValue) -> int:
+    """Return the length of the longest chain of reductions up to this value."""
     before = max((_level(v) for v in value.operands), default=0)
-    return before + (value.how == "row")
+    return before + (value.kind == "row")

@@ -1,7 +1,7 @@
-"""A chain made runnable: its Triton text compiled, launched, or computed by torch in its place.
+"""Run a chain: compile its Triton source and launch it, or evaluate the chain by torch.
 
-Run as a module this file reads launches from standard input and writes back the tensors that they
-wrote: whether triton interprets is settled when it is imported, for the whole process.
+Run as a module, this file reads launches from standard input and writes back the tensors that they
+wrote: whether triton interprets is fixed at its import, for the whole process.
 """
 
 from __future__ import annotations
@@ -22,45 +22,52 @@ from typing import IO, Any
 import torch
 from torch import Tensor, fx
 
-from schedlang.kernels.device import (
+from schedlang.kernels.kernel_device import (
+    DEVICE_TYPE,
     INTERPRETED,
-    KIND,
-    count,
+    as_rows,
+    can_run_kernel,
+    count_kernel_run,
     environment,
-    matrix,
-    programs,
-    runs_kernel,
+    program_count,
     tile,
     triton,
 )
-from schedlang.runtime.rowwise_kernels.chain import Chain, From, Stored, Value, source
-from schedlang.runtime.rowwise_kernels.lower import lowered
+from schedlang.runtime.rowwise_kernels.chain import (
+    ChainValue,
+    OutputSource,
+    RowwiseChain,
+    StoredResult,
+    triton_source,
+)
+from schedlang.runtime.rowwise_kernels.lowering import lower_graph
 
 # -- a chain computed by torch ---------------------------------------------------------------------
-# It stands in for a kernel where none can run, and in float64 it is what a proof compares: then
-# the roles of rows and columns, the order of reductions and the sums are proven, and what is left
-# to the kernel's own check is its text.
+# This replaces a kernel where none can run, and proofs compare it in float64: then the roles of
+# rows and columns, the order of reductions and the sums are proven; the kernel's own check covers
+# its source.
 
 
 NARROW = (torch.bfloat16, torch.float16)
-# what an expression may call
+# functions that an expression may call
 _NAMES = (
     *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "floor", "ceil"),
     "where",
 )
 
 
-def evaluated(
-    chain: Chain, given: Sequence[Tensor], rounding: str
+def evaluate_chain(
+    chain: RowwiseChain, given: Sequence[Tensor], rounding: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(what the kernel stores, the sums over rows); `given` is what the chain loads."""
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
-    run = _Run(chain, dict(zip(chain.given, given, strict=True)), rounding, wide)
+    """Return what the kernel would store, and the sums over rows; `given` are the chain's
+    inputs."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    run = _Run(chain, dict(zip(chain.inputs, given, strict=True)), rounding, dtype)
     return [run.whole(one) for one in chain.stored], [run.summed(one) for one in chain.sums]
 
 
 class _Torch:
-    """Triton's functions, by torch."""
+    """Triton's functions, computed by torch."""
 
     def __init__(self, wide: torch.dtype) -> None:
         self.float32 = wide
@@ -70,41 +77,41 @@ class _Torch:
 
 @dataclass
 class _Run:
-    chain: Chain
-    given: dict[Value, Tensor]
+    chain: RowwiseChain
+    given: dict[ChainValue, Tensor]
     rounding: str
     wide: torch.dtype
-    known: dict[Value, Tensor] = field(default_factory=dict)
+    known: dict[ChainValue, Tensor] = field(default_factory=dict)
 
-    def whole(self, one: Stored) -> Tensor:
-        """A result as it is stored."""
+    def whole(self, one: StoredResult) -> Tensor:
+        """Return a result as it is stored."""
         grid, value = self.chain.grid, one.value
         shape = (grid.rows if value.rows else 1, grid.size if value.cols else 1)
         made = self.of(value).broadcast_to(shape).to(one.dtype).reshape(one.shape)
         return made.clone(memory_format=torch.contiguous_format)
 
-    def summed(self, one: Stored) -> Tensor:
-        """A sum over all rows, in the type that the model has it in."""
+    def summed(self, one: StoredResult) -> Tensor:
+        """Return a sum over all rows, in its dtype in the model."""
         (value,) = one.value.operands
         grid = self.chain.grid
         each = self.of(value).broadcast_to(grid.rows, grid.size if one.value.cols else 1)
         return each.sum(0).to(one.dtype).reshape(one.shape)
 
-    def of(self, value: Value) -> Tensor:
-        """A value, as rows of columns; each is computed once."""
+    def of(self, value: ChainValue) -> Tensor:
+        """Return a value as [rows, columns]; each is computed once."""
         if value not in self.known:
             made = self._made(value)
-            if value.dtype in NARROW and self.rounding == "eager" and value.how != "given":
+            if value.dtype in NARROW and self.rounding == "eager" and value.kind != "given":
                 made = made.to(value.dtype).to(self.wide)
             self.known[value] = made
         return self.known[value]
 
-    def _made(self, value: Value) -> Tensor:
-        if value.how == "given":
+    def _made(self, value: ChainValue) -> Tensor:
+        if value.kind == "given":
             found = self.given[value].reshape(-1 if value.rows else 1, self._size(value))
             return found if found.dtype is torch.bool else found.to(self.wide)
         operands = [self.of(one) for one in value.operands]
-        if value.how == "row":
+        if value.kind == "row":
             (each,) = operands
             each = each.broadcast_to(each.shape[0], self.chain.grid.size)
             reduce: Any = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.text]
@@ -112,10 +119,10 @@ class _Run:
             return made
         return self._expression(value, operands)
 
-    def _size(self, value: Value) -> int:
+    def _size(self, value: ChainValue) -> int:
         return self.chain.grid.size if value.cols else 1
 
-    def _expression(self, value: Value, operands: Sequence[Tensor]) -> Tensor:
+    def _expression(self, value: ChainValue, operands: Sequence[Tensor]) -> Tensor:
         names = [one.name for one in value.operands]
         space = {
             "tl": _Torch(self.wide),
@@ -126,7 +133,7 @@ class _Run:
         }
         made = eval(value.text.format(*names), space)
         if not isinstance(made, Tensor):
-            like = self.given[self.chain.given[0]]
+            like = self.given[self.chain.inputs[0]]
             made = torch.full((1, 1), float(made), dtype=self.wide, device=like.device)
         return made if made.dtype is torch.bool else made.to(self.wide)
 
@@ -134,14 +141,14 @@ class _Run:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-LONGEST = 8192  # elements of a row that one program holds at a time
-_BLOCK = 2048  # of a longer row
+MAX_ROW = 8192  # elements of a row that one program can hold
+_BLOCK = 2048  # elements of a block of a longer row
 
-Launch = Callable[["Kernel", list[Any], "Shape"], None]
+LaunchFunction = Callable[["RowwiseKernel", list[Any], "LaunchShape"], None]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """The grid and the constants of a launch."""
 
     programs: int
@@ -152,96 +159,98 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
-    """A graph, its chain and its text.
+class RowwiseKernel:
+    """A graph, its chain and its source.
 
-    It gives its outputs in the order in which the graph names them first.
+    Its outputs are in the order in which the graph first names them.
     """
 
     graph: fx.Graph = field(repr=False)
-    chain: Chain = field(repr=False)
+    chain: RowwiseChain = field(repr=False)
     rounding: str
     text: str
     tail: fx.GraphModule | None = field(repr=False)
 
     @property
     def name(self) -> str:
-        """The name of the text."""
+        """The name of the source, by its hash."""
         return f"rowwise_{sha256(self.text.encode()).hexdigest()[:12]}"
 
     @cached_property
-    def order(self) -> tuple[From, ...]:
+    def output_order(self) -> tuple[OutputSource, ...]:
         """The sources of its outputs, each once."""
         made = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
         return tuple(dict.fromkeys(made))
 
     @cached_property
     def shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and type of what it gives."""
+        """Shape and dtype of its outputs."""
         (nodes,) = next(iter(reversed(self.graph.nodes))).args
         known = dict(zip(reversed(self.chain.outputs), reversed(nodes), strict=True))
-        tensors = [known[output].meta["val"] for output in self.order]
+        tensors = [known[output].meta["val"] for output in self.output_order]
         return tuple((tuple(int(n) for n in t.shape), t.dtype) for t in tensors)
 
     @property
     def looped(self) -> bool:
-        """True where a row is read block by block."""
-        return self.chain.grid.size > LONGEST
+        """Whether a row is read block by block."""
+        return self.chain.grid.size > MAX_ROW
 
 
-def kernel(graph: fx.Graph, rounding: str, results: int = 0) -> Kernel:
-    """The kernel of an ATen graph; raises NotRowwise.
+def make_kernel(graph: fx.Graph, rounding: str, results: int = 0) -> RowwiseKernel:
+    """Return the kernel of an ATen graph; raises NotRowwise.
 
-    The first `results` outputs are tensors of their own, whatever else they are.
+    The first `results` outputs are separate tensors, even if they are equal to others.
     """
-    chain = lowered(graph, results)
-    text = source(chain, rounding, looped=chain.grid.size > LONGEST)
+    chain = lower_graph(graph, results)
+    text = triton_source(chain, rounding, looped=chain.grid.size > MAX_ROW)
     tail = fx.GraphModule({}, chain.tail) if chain.tail is not None else None
-    return Kernel(graph, chain, rounding, text, tail)
+    return RowwiseKernel(graph, chain, rounding, text, tail)
 
 
-def number(made: Kernel, output: From) -> int:
-    """The place of an output among all that `run` gives."""
-    return made.order.index(output)
+def output_index(made: RowwiseKernel, output: OutputSource) -> int:
+    """Return the index of an output among the tensors that `run` returns."""
+    return made.output_order.index(output)
 
 
-def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
-    """All outputs of a kernel for what its graph takes."""
-    used = [given[v.place] for v in made.chain.given]
-    wide = any(t.dtype == torch.float64 for t in given)
+def run_kernel(made: RowwiseKernel, given: Sequence[Tensor]) -> list[Tensor]:
+    """Run a kernel on the inputs of its graph; return all outputs."""
+    used = [given[v.place] for v in made.chain.inputs]
+    is_float64 = any(t.dtype == torch.float64 for t in given)
     grid = torch.empty(made.chain.grid.shape, device="meta")
-    fits = runs_kernel(next((t for t in used if t.numel()), grid), longest=None)
-    launches = not wide and (bool(_launchers) or fits)
-    count(launches)
+    fits = can_run_kernel(next((t for t in used if t.numel()), grid), longest=None)
+    launches = not is_float64 and (bool(_launchers) or fits)
+    count_kernel_run(launches)
     if launches:
-        stored, sums = _launched(made, used)
+        stored, sums = _launch(made, used)
     else:
-        stored, sums = evaluated(made.chain, used, made.rounding)
+        stored, sums = evaluate_chain(made.chain, used, made.rounding)
     late: Sequence[Tensor] = ()
     if made.tail is not None:
-        late = made.tail(*sums, *(given[place] for place in made.chain.wanted))
-    return [stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.order]
+        late = made.tail(*sums, *(given[place] for place in made.chain.tail_inputs))
+    return [
+        stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.output_order
+    ]
 
 
-def shape_of(made: Kernel, like: Tensor) -> Shape:
-    """Return the grid of a kernel: programs, and tiles of rows for each."""
+def launch_shape(made: RowwiseKernel, like: Tensor) -> LaunchShape:
+    """Return the launch shape of a kernel: programs, tiles of rows per program, and block."""
     grid = made.chain.grid
     if made.looped:
         rows, block, warps = 1, _BLOCK, 8
     else:
         rows, block, warps = tile(grid.size)
     tiles = -(-grid.rows // rows)
-    parts = min(tiles, programs(like)) if made.chain.sums else tiles
-    return Shape(parts, -(-tiles // parts), rows, block, warps)
+    parts = min(tiles, program_count(like)) if made.chain.sums else tiles
+    return LaunchShape(parts, -(-tiles // parts), rows, block, warps)
 
 
-def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Launch a kernel; return what it stores, and its sums over rows added over programs."""
+def _launch(made: RowwiseKernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Launch a kernel; return what it stores, and its sums over rows, added over programs."""
     chain, like = made.chain, used[0]
-    shape = shape_of(made, like)
+    shape = launch_shape(made, like)
     loaded = [
-        matrix(t) if v.rows and v.cols else t.reshape(-1).contiguous()
-        for v, t in zip(chain.given, used, strict=True)
+        as_rows(t) if v.rows and v.cols else t.reshape(-1).contiguous()
+        for v, t in zip(chain.inputs, used, strict=True)
     ]
     stored = [torch.empty(s.shape, dtype=s.dtype, device=like.device) for s in chain.stored]
     begin = torch.zeros if made.looped else torch.empty
@@ -253,17 +262,17 @@ def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[
         )
         for s in chain.sums
     ]
-    strides = [t.stride(0) for v, t in zip(chain.given, loaded, strict=True) if v.rows and v.cols]
+    strides = [t.stride(0) for v, t in zip(chain.inputs, loaded, strict=True) if v.rows and v.cols]
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
-    launch = _launchers[-1] if _launchers else launched_here
+    launch = _launchers[-1] if _launchers else launch_here
     launch(made, [*loaded, *stored, *sums, *numbers], shape)
     totals = [t.sum(0).to(s.dtype).reshape(s.shape) for s, t in zip(chain.sums, sums, strict=True)]
     return stored, totals
 
 
-def launched_here(made: Kernel, arguments: list[Any], shape: Shape) -> None:
+def launch_here(made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
     """Launch a kernel in this process."""
-    jitted(made.text)[(shape.programs,)](
+    compile_source(made.text)[(shape.programs,)](
         *arguments,
         ROWS=shape.rows,
         BLOCK=shape.block,
@@ -273,12 +282,12 @@ def launched_here(made: Kernel, arguments: list[Any], shape: Shape) -> None:
 
 
 _jitted: dict[str, Any] = {}
-_launchers: list[Launch] = []
+_launchers: list[LaunchFunction] = []
 
 
 @contextmanager
-def launching(launch: Launch) -> Iterator[None]:
-    """Launch kernels by another function for a while: in a process that has the interpreter."""
+def launch_by(launch: LaunchFunction) -> Iterator[None]:
+    """Launch kernels by another function within the block: in a process with the interpreter."""
     _launchers.append(launch)
     try:
         yield
@@ -286,8 +295,8 @@ def launching(launch: Launch) -> Iterator[None]:
         _launchers.pop()
 
 
-def jitted(text: str) -> Any:
-    """The kernel of a text, which triton reads again: it is kept where tracebacks find it."""
+def compile_source(text: str) -> Any:
+    """Compile a kernel's source, cached; linecache gets the source, for triton and tracebacks."""
     assert triton is not None
     if text not in _jitted:
         name = f"<rowwise {sha256(text.encode()).hexdigest()[:12]}>"
@@ -298,26 +307,30 @@ def jitted(text: str) -> Any:
     return _jitted[text]
 
 
-# -- a process that has Triton's interpreter, and launches in it the kernels of one that has not ---
+# -- a process with Triton's interpreter, which launches the kernels of this process
+# ----------------
 
 
 @contextmanager
-def interpreted(device: str) -> Iterator[str]:
-    """Run kernels for tensors of a device; yield "triton", "interpreter" or "reference"."""
+def run_for_device(device: str) -> Iterator[str]:
+    """Run kernels, within the block, for tensors of a device; yield how they run.
+
+    Yields "triton", "interpreter" or "reference".
+    """
     with ExitStack() as stack:
-        if device == KIND:
+        if device == DEVICE_TYPE:
             yield "triton"
         elif triton is None:
             yield "reference"
         else:
             if not INTERPRETED:
-                child = stack.enter_context(_process())
-                stack.enter_context(launching(_Far(child).launch))
+                child = stack.enter_context(_interpreter_process())
+                stack.enter_context(launch_by(_RemoteLauncher(child).launch))
             yield "interpreter"
 
 
 @contextmanager
-def _process() -> Iterator[subprocess.Popen[bytes]]:
+def _interpreter_process() -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "schedlang.runtime.rowwise_kernels.launch"]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(True)
@@ -326,18 +339,18 @@ def _process() -> Iterator[subprocess.Popen[bytes]]:
         yield child
     finally:
         assert child.stdin is not None
-        child.stdin.close()  # it ends where its input does
+        child.stdin.close()  # the child ends when its input ends
         child.wait()
 
 
 @dataclass(frozen=True)
-class _Far:
-    """Launches in another process."""
+class _RemoteLauncher:
+    """Launches kernels in another process."""
 
     child: subprocess.Popen[bytes]
 
-    def launch(self, made: Kernel, arguments: list[Any], shape: Shape) -> None:
-        """Send the arguments; what comes back is put into them."""
+    def launch(self, made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
+        """Send the arguments; copy the returned tensors into them."""
         assert self.child.stdin is not None and self.child.stdout is not None
         fusion = made.rounding != "eager"
         task = {
@@ -349,7 +362,7 @@ class _Far:
             "fusion": fusion,
         }
         _send(self.child.stdin, task)
-        back = _received(self.child.stdout)
+        back = _receive(self.child.stdout)
         if back is None:
             raise RuntimeError(
                 "the process with triton's interpreter has ended; its words are above"
@@ -366,8 +379,8 @@ def _send(pipe: IO[bytes], value: Any) -> None:
     pipe.flush()
 
 
-def _received(pipe: IO[bytes]) -> Any:
-    """The next value; None at the end."""
+def _receive(pipe: IO[bytes]) -> Any:
+    """Return the next value; None at the end."""
     head = pipe.read(8)
     if len(head) < 8:
         return None
@@ -375,11 +388,11 @@ def _received(pipe: IO[bytes]) -> Any:
 
 
 def main() -> None:
-    """Launch until the input ends."""
+    """Launch kernels until the input ends."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does not meet the answers
-    while (task := _received(sys.stdin.buffer)) is not None:
-        jitted(task["text"])[(task["programs"],)](
+    os.dup2(2, 1)  # prints must not mix with the answers
+    while (task := _receive(sys.stdin.buffer)) is not None:
+        compile_source(task["text"])[(task["programs"],)](
             *task["arguments"],
             ROWS=task["rows"],
             BLOCK=task["block"],

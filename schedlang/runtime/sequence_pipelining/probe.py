@@ -17,37 +17,37 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.inside import hooked
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.sequence_pipelining.carry import Place, Watch, cache_argument
-from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.sequence_pipelining.carried_keys import Place, PositionLines, cache_argument
+from schedlang.runtime.sequence_pipelining.slices import Slicing, token_masks
 from schedlang.runtime.sequence_pipelining.trial import (
     Outputs,
-    Seen,
+    RunResult,
     Trial,
-    forward,
-    noted,
-    sliced,
-    tokens_of,
-    watched,
+    record_outputs,
+    run_by_slices,
+    run_forward,
+    run_full,
+    take_tokens,
 )
-from schedlang.runtime.tracing.meta import meta_model, without_values
+from schedlang.runtime.submodules import remove_hooks_after
+from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
 
-def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
+def find_fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     """Return the refusal of a model whose run by slices, as `slicing` describes, gave `error`."""
     total, first = sum(trial.lengths), trial.lengths[0]
     kind = type(trial.model).__name__
     whole = _outputs(trial, trial.batch)
     changed = _outputs(trial, _change_later_tokens(trial.batch, first, total))
     ahead = [
-        (name, not near(plain[:, :first], changed[name][:, :first]))
+        (name, not is_close(plain[:, :first], changed[name][:, :first]))
         for name, plain in whole.items()
         if name in changed and plain.dim() > 1 and plain.shape[1] == total
     ]
     if ahead and ahead[-1][1]:  # something inside may look ahead and be masked afterwards
         name = next(name for name, differs in ahead if differs)
-        return refusal(
+        return split_refusal(
             f"`{kind}` cannot be split into slices",
             f"it is not causal: in `{name}` the first {first} tokens depend on later ones",
             "a slice has only the tokens before it",
@@ -56,11 +56,11 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         return error
     found: Outputs = {}
     try:
-        with noted(trial.model) as found:
-            sliced(trial, slicing)
+        with record_outputs(trial.model) as found:
+            run_by_slices(trial, slicing)
     except Exception as raised:  # the model's own code may raise anything
         message = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return refusal(
+        return split_refusal(
             f"`{kind}` does not run on a slice of a sequence", message, *_describe_place(found)
         )
     for name, output in whole.items():
@@ -69,14 +69,14 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         parts = found.get(name, {})
         # the outputs are in the order in which the slices ran
         joined = _join_slices(output, [*parts.values()], trial.lengths)
-        if joined is None or not near(joined, output):
-            return refusal(
+        if joined is None or not is_close(joined, output):
+            return split_refusal(
                 f"`{kind}` cannot be split into slices",
                 f"`{name}` computes a slice differently than in the full sequence",
                 "positions counted from shapes, and tokens mixed outside of attention"
                 " (convolutions, sums), start again in every slice",
             )
-    return refusal(f"`{kind}` cannot be split into slices", str(error))
+    return split_refusal(f"`{kind}` cannot be split into slices", str(error))
 
 
 def _join_slices(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
@@ -93,7 +93,7 @@ def _describe_place(found: Outputs) -> list[str]:
     return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
 
 
-def near(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Return whether two outputs are equal up to rounding."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
 
@@ -115,12 +115,12 @@ def _change_later_tokens(batch: Mapping[str, Any], first: int, total: int) -> di
 
 
 def _outputs(trial: Trial, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    with noted(trial.model) as found:
-        forward(trial, trial.model, batch)
+    with record_outputs(trial.model) as found:
+        run_forward(trial, trial.model, batch)
     return {name: outputs[None] for name, outputs in found.items()}
 
 
-def refusal(title: str, *notes: str) -> Refusal:
+def split_refusal(title: str, *notes: str) -> Refusal:
     """Return the refusal S655 of a model that cannot be split along its sequences."""
     return Refusal.of(
         "S655",
@@ -136,7 +136,7 @@ def refusal(title: str, *notes: str) -> Refusal:
 Tags = Mapping[tuple[str, int], tuple[str, ...]]
 
 
-class Differs(Exception):
+class RunsDiffer(Exception):
     """Raised if the run by slices differs from the run of full sequences."""
 
 
@@ -145,58 +145,58 @@ def probe(trial: Trial, count: int) -> Slicing:
 
     `count` is the program's number of slices; the trial has one slice for each of its lengths.
     """
-    whole = watched(trial)
+    whole = run_full(trial)
     first: tuple[Slicing, Exception] | None = None
-    for slicing in candidates(trial):
+    for slicing in list_candidates(trial):
         try:
             tagged = _with_draws(trial, slicing, whole)
-            compare(whole, sliced(trial, tagged))
+            compare_runs(whole, run_by_slices(trial, tagged))
         except Exception as error:  # the model's own code may raise anything
             first = first or (slicing, error)
             continue
-        return replace(tagged, count=count, left=_allows_left_padding(trial, tagged))
+        return replace(tagged, count=count, allows_left_padding=_allows_left_padding(trial, tagged))
     assert first is not None, "there is always a candidate"
-    raise fault(trial, *first)
+    raise find_fault(trial, *first)
 
 
-def guess(trial: Trial, count: int) -> Slicing:
+def guess_slicing(trial: Trial, count: int) -> Slicing:
     """Return how a model without values would probably run: for plans, not for training."""
-    style = shift_of(trial)
+    style = label_shift(trial)
     cache = cache_argument(trial.model)
     given = cache and style == "padded" and trial.loss is None
     shift = "given" if given else "none" if style == "none" else "head"
-    carrier, masks = "cache" if cache else "calls", masks_of(trial.batch)
-    return Slicing(count, carrier, masks, shift=shift, **labelled(trial))
+    carrier, masks = "cache" if cache else "calls", token_masks(trial.batch)
+    return Slicing(count, carrier, masks, shift=shift, **label_fields(trial))
 
 
 # -- candidates ----------------------------------------------------------------------------------
 
 
-def candidates(trial: Trial) -> Iterator[Slicing]:
+def list_candidates(trial: Trial) -> Iterator[Slicing]:
     """Yield the candidates of how a model may run on slices, the likeliest first."""
-    style, count = shift_of(trial), len(trial.lengths)
-    masks = masks_of(trial.batch)
-    base = Slicing(count, "calls", masks, **labelled(trial))
-    head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
+    style, count = label_shift(trial), len(trial.lengths)
+    masks = token_masks(trial.batch)
+    base = Slicing(count, "calls", masks, **label_fields(trial))
+    head = replace(base, shift="head", head=find_head(trial)) if style != "none" else base
     if cache_argument(trial.model):
         if style == "padded" and trial.loss is None:
             yield replace(base, carrier="cache", shift="given")
         yield replace(head, carrier="cache")
         return
-    head = replace(head, places=places_of(trial))
+    head = replace(head, places=find_position_lines(trial))
     yield head
     if masks:
         yield replace(head, keys=frozenset())
 
 
-def labelled(trial: Trial) -> dict[str, Any]:
+def label_fields(trial: Trial) -> dict[str, Any]:
     """Return the fields of `SequenceParts` that a trial's batch and loss decide alone."""
     rule = trial.rule
     known = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
     return {"along": trial.along, **known}
 
 
-def shift_of(trial: Trial) -> str:
+def label_shift(trial: Trial) -> str:
     """Return a model's shift of its labels: "none"; "padded" or "cut", by one token.
 
     Raises Refusal S655 for another selection of labels.
@@ -215,13 +215,13 @@ def shift_of(trial: Trial) -> str:
         return "cut"
     if len(seen) == total and seen[:-1] == shifted:
         return "padded"
-    raise refusal(
+    raise split_refusal(
         f"`{type(trial.model).__name__}` cannot be split into slices",
         "its loss selects labels in a way that slices cannot reproduce",
     )
 
 
-def head_of(trial: Trial) -> str:
+def find_head(trial: Trial) -> str:
     """Return the last called module, except the model, whose output has a dim of all tokens."""
     total, found = sum(trial.lengths), [""]
 
@@ -230,24 +230,26 @@ def head_of(trial: Trial) -> str:
             found.append(name)
 
     named = [(name, module) for name, module in trial.model.named_modules() if name]
-    with hooked(module.register_forward_hook(partial(note, name)) for name, module in named):
+    with remove_hooks_after(
+        module.register_forward_hook(partial(note, name)) for name, module in named
+    ):
         _run_once(trial, trial.batch)
     return found[-1]
 
 
-def places_of(trial: Trial) -> frozenset[Place]:
+def find_position_lines(trial: Trial) -> frozenset[Place]:
     """Return the lines of the model that count positions."""
     tables = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
-    return lines_of(trial, lambda length: Watch(length, tables))
+    return find_lines(trial, lambda length: PositionLines(length, tables))
 
 
-def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
+def find_lines(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
     """Return the lines that the mode `watching(length)` finds with all tokens and with one less."""
     total = sum(trial.lengths)
     found: list[set[Place]] = []
     for length in (total, total - 1):
-        watch, batch = watching(length), tokens_of(trial.batch, total, torch.arange(length))
-        with ambient(watch):
+        watch, batch = watching(length), take_tokens(trial.batch, total, torch.arange(length))
+        with enter_modes(watch):
             _run_once(trial, batch)
         found.append(watch.found - watch.others)
     return frozenset(found[0] & found[1])
@@ -257,38 +259,40 @@ def _run_once(trial: Trial, batch: Mapping[str, Any]) -> None:
     """Run the model on a batch; on the meta device if it has no values."""
     model = trial.model
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        forward(trial, trial.model, batch)
+        run_forward(trial, trial.model, batch)
         return
     with without_values(batch) as (given, _):
-        forward(trial, meta_model(trial.model, {}), given)
+        run_forward(trial, meta_model(trial.model, {}), given)
 
 
 # -- comparing -----------------------------------------------------------------------------------
 
 
-def compare(whole: Seen, parts: Seen) -> None:
+def compare_runs(whole: RunResult, parts: RunResult) -> None:
     """Raise Differs unless losses and all gradients are equal up to rounding."""
     gate = 1e-9 if whole.loss.dtype == torch.float64 else 1e-3
     if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
-        raise Differs(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
+        raise RunsDiffer(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
     if parts.gradients.keys() != whole.gradients.keys():
         name = min(parts.gradients.keys() ^ whole.gradients.keys())
-        raise Differs(f"only one of the two has a gradient of `{name}`")
+        raise RunsDiffer(f"only one of the two has a gradient of `{name}`")
     largest = max((float(g.norm()) for g in whole.gradients.values()), default=0.0)
     for name, wanted in whole.gradients.items():
         gap = float((parts.gradients[name] - wanted).norm())
         if not gap <= gate * float(wanted.norm()) + 1e-3 * gate * largest:
-            raise Differs(f"the gradient of `{name}` differs by {gap / float(wanted.norm()):.1g}")
+            raise RunsDiffer(
+                f"the gradient of `{name}` differs by {gap / float(wanted.norm()):.1g}"
+            )
 
 
-def _with_draws(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
+def _with_draws(trial: Trial, slicing: Slicing, whole: RunResult) -> Slicing:
     if not trial.random or not whole.draws:
         return slicing
     stops = list(itertools.accumulate(trial.lengths))
-    return replace(slicing, draws=draws_along(trial, whole, sliced(trial, slicing), stops))
+    return replace(slicing, draws=draws_along(trial, whole, run_by_slices(trial, slicing), stops))
 
 
-def draws_along(trial: Trial, whole: Seen, seen: Seen, stops: Sequence[int]) -> Tags:
+def draws_along(trial: Trial, whole: RunResult, seen: RunResult, stops: Sequence[int]) -> Tags:
     """Return the dims of random draws along the sequence, from their shapes in a run by parts.
 
     whole  the run of full sequences
@@ -301,7 +305,7 @@ def draws_along(trial: Trial, whole: Seen, seen: Seen, stops: Sequence[int]) -> 
         dims = _dims_of(site, shape, shapes, trial.lengths, stops)
         _check_samples(trial, site, call, shape, dims)
         tags[(site, call)] = dims
-    return _copy_to_equal_blocks(tags, trial.alike)
+    return _copy_to_equal_blocks(tags, trial.representatives)
 
 
 def _check_samples(
@@ -346,21 +350,21 @@ def _dims_of(
     """Return "rows" for a dim of the slice's tokens, "keys" for one of all keys so far, else ""."""
     known = [s for s in shapes if s is not None]
     if len(known) < len(shapes) or any(len(s) != len(shape) for s in known):
-        raise Differs(f"`{site}` does not draw its random numbers equally in every slice")
+        raise RunsDiffer(f"`{site}` does not draw its random numbers equally in every slice")
     found = []
     for dim, size in enumerate(shape):
         sizes = [s[dim] for s in known]
         kinds = {"": [size] * len(sizes), "rows": list(lengths), "keys": list(stops)}
         fits = [kind for kind, wanted in kinds.items() if sizes == wanted]
         if not fits:
-            raise Differs(f"`{site}` draws random numbers that no slice can reproduce")
+            raise RunsDiffer(f"`{site}` draws random numbers that no slice can reproduce")
         found.append(fits[0])
     return tuple(found)
 
 
 def _allows_left_padding(trial: Trial, slicing: Slicing) -> bool:
     """Return whether slices also agree for a row that begins with a slice of padding and more."""
-    masks = masks_of(trial.batch)
+    masks = token_masks(trial.batch)
     if not masks:
         return True
     padded = {name: v.clone() if isinstance(v, Tensor) else v for name, v in trial.batch.items()}
@@ -372,7 +376,7 @@ def _allows_left_padding(trial: Trial, slicing: Slicing) -> bool:
         padded[trial.rule.source][0, :pad] = trial.rule.ignore_index
     try:
         other = replace(trial, batch=padded)
-        compare(watched(other), sliced(other, slicing))
+        compare_runs(run_full(other), run_by_slices(other, slicing))
     except Exception:  # the model's own code fails with padding on the left
         return False
     return True

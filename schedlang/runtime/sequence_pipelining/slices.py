@@ -1,6 +1,7 @@
 """A microbatch that is split along its sequence, and a model that runs slice by slice.
 
-`Slicing` splits microbatches; `Slices` puts modes, caches and hooks around the model's own forward.
+`Slicing` splits microbatches; `SliceRunner` puts modes, caches and hooks around the model's own
+forward.
 """
 
 from __future__ import annotations
@@ -18,36 +19,43 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import (
-    Absent,
     Batch,
-    dotted,
-    forward,
-    is_output,
-    rows_of,
-    shares,
-    stack,
+    MissingOutput,
+    can_stack,
+    dotted_path,
+    row_count,
+    run_forward,
+    split_rows,
+    stack_outputs,
 )
-from schedlang.runtime.device import numbers
-from schedlang.runtime.modes import ambient
-from schedlang.runtime.no_labels import no_labels
-from schedlang.runtime.rng.logical_dropout import Slices as Windows
-from schedlang.runtime.rng.logical_dropout import Window, within
-from schedlang.runtime.sequence_pipelining.carry import (
-    Calls,
-    Carried,
+from schedlang.runtime.batch_weights import (
+    Number,
+    are_on_host,
+    as_numbers,
+    filled_like,
+    nonzero_weight,
+    sum_numbers,
+)
+from schedlang.runtime.device import plain_numbers
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import LogicalWindow, narrow_window
+from schedlang.runtime.rng.logical_dropout import WindowOfDraw as Windows
+from schedlang.runtime.sequence_pipelining.carried_keys import (
+    CarriedKeys,
     Place,
-    Span,
-    Visit,
-    cache,
+    SliceMode,
+    SliceSpan,
+    SliceVisit,
     cache_argument,
+    slice_cache,
 )
-from schedlang.runtime.weights import Number, added, counted, filled, known, positive
+from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 
 Weight = Callable[[Batch], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceParts:
+class SplitSequences:
     """The split of an unmodified model's sequences into parts; found by a probe.
 
     labels   the input with the labels; "" if there is none
@@ -70,7 +78,7 @@ class SequenceParts:
 
     def is_along(self, name: str, value: Any, total: int, rows: int) -> bool:
         """Return whether an input is split along the sequence."""
-        return runs_along(value, total, rows) if self.along is None else name in self.along
+        return has_token_dim(value, total, rows) if self.along is None else name in self.along
 
     def lengthen_head(self, model: nn.Module) -> list[RemovableHandle]:
         """Add a row to the output of module `head` if labels are shifted; return hook handles."""
@@ -81,9 +89,9 @@ class SequenceParts:
     def windows(self, inner: Windows | None) -> Windows:
         """Return the window of a logical dropout mask for a part, within `inner`'s windows."""
 
-        def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+        def window(site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
             held = inner(site, call, shape) if inner else None
-            here = scope.visit()
+            here = scope.current_visit()
             if here is None:
                 return held
             dims, total = self.draws.get((site, call)), here.total
@@ -92,7 +100,7 @@ class SequenceParts:
             if all(size == total for size, what in zip(shape, dims) if what):
                 return held  # an attention draws the full mask, and takes its part itself
             runs = here.runs()
-            return within(held, shape, total, [runs.get(what) for what in dims])
+            return narrow_window(held, shape, total, [runs.get(what) for what in dims])
 
         return window
 
@@ -103,14 +111,14 @@ class SequenceParts:
 
 def _append_row(module: nn.Module, args: Any, output: Any) -> Any:
     """Append a row without a label to the output of a part that has the next part's first label."""
-    here = scope.visit()
+    here = scope.current_visit()
     if here is None or not here.more:
         return output
     return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
 
 
 @dataclass(frozen=True)
-class Slicing(SequenceParts):
+class Slicing(SplitSequences):
     """The split of a model's sequences into slices that run one after the other.
 
     count    the number of slices
@@ -125,8 +133,8 @@ class Slicing(SequenceParts):
     count: int
     carrier: str
     keys: frozenset[str] = frozenset()
-    left: bool = True
-    grain: int = 1
+    allows_left_padding: bool = True
+    multiple: int = 1
 
     def unknown_draw(self, site: str) -> Refusal:
         """Return the refusal S655 of a random draw whose dims are not known."""
@@ -137,20 +145,22 @@ class Slicing(SequenceParts):
             helps=("leave `slices` out of the row",),
         )
 
-    def pieces(self, batch: Batch, lengths: tuple[int, ...] | None = None) -> list[Piece]:
+    def split_batch(
+        self, batch: Batch, lengths: tuple[int, ...] | None = None
+    ) -> list[SequenceSlice]:
         """Split a microbatch into slices; without `lengths` they are as equal as possible.
 
         Raises Refusal S606 for a sequence with fewer tokens than slices.
         """
-        total, rows = length_of(batch), rows_of(batch)
-        spans = _spans(total, lengths or even(total, self.count, self.grain))
+        total, rows = sequence_length(batch), row_count(batch)
+        spans = _spans(total, lengths or even_lengths(total, self.count, self.multiple))
         return [self._piece(batch, span, rows) for span in spans]
 
-    def _piece(self, batch: Batch, span: Span, rows: int) -> Piece:
+    def _piece(self, batch: Batch, span: SliceSpan, rows: int) -> SequenceSlice:
         more = int(self.shift != "none" and span.stop < span.total)
 
         def part(path: Any, value: Any) -> Any:
-            name = dotted(path)
+            name = dotted_path(path)
             if not self.is_along(name, value, span.total, rows):
                 return value
             if value.shape[-1 if value.dim() == 4 else 1] != span.total:
@@ -162,14 +172,14 @@ class Slicing(SequenceParts):
 
         seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
         if self.shift != "given" or self.labels not in seen:
-            return Piece(span, seen, seen)
+            return SequenceSlice(span, seen, seen)
         labels = seen[self.labels]
         pad = labels.new_full((len(labels), 1 - more), self.ignore)
         own = {self.labels: labels[:, : span.length].contiguous()}
         shifted = torch.cat([labels[:, 1:], pad], 1)
-        return Piece(span, seen | own | {"shift_labels": shifted}, seen)
+        return SequenceSlice(span, seen | own | {"shift_labels": shifted}, seen)
 
-    def _cut(self, name: str, value: Tensor, span: Span) -> Tensor:
+    def _cut(self, name: str, value: Tensor, span: SliceSpan) -> Tensor:
         if value.dim() == 4:  # [rows, heads, queries, keys]
             own = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
             return own[..., : span.stop]
@@ -178,15 +188,15 @@ class Slicing(SequenceParts):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequenceSlice:
     """A slice of a microbatch: the model's inputs, and the batch that decides its weight."""
 
-    span: Span
+    span: SliceSpan
     inputs: dict[str, Any]
-    weighed: dict[str, Any]
+    weight_batch: dict[str, Any]
 
 
-def length_of(batch: Batch) -> int:
+def sequence_length(batch: Batch) -> int:
     """Return the length of sequences: dim 1 of the first tensor of integers with two dims.
 
     Without such a tensor, dim 1 of the first tensor with at least two dims.  Raises Refusal S656.
@@ -203,16 +213,16 @@ def length_of(batch: Batch) -> int:
     )
 
 
-def even(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
-    """Return lengths of `count` slices that differ by at most `grain`.
+def even_lengths(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
+    """Return lengths of `count` slices that differ by at most `multiple`.
 
-    They are multiples of `grain`, except the last one if `total` is not a multiple.
+    They are multiples of `multiple`, except the last one if `total` is not a multiple.
     """
-    *most, last = (grain * len(run) for run in shares(total // grain, count))
+    *most, last = (grain * len(run) for run in split_rows(total // grain, count))
     return (*most, last + total % grain)
 
 
-def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
+def _spans(total: int, lengths: tuple[int, ...]) -> list[SliceSpan]:
     if min(lengths) < 1:
         raise Refusal.of(
             "S606",
@@ -221,7 +231,7 @@ def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
         )
     assert sum(lengths) == total, f"slices of {lengths} tokens for a sequence of {total}"
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
-    return [Span(k, at, at + n, total) for k, (at, n) in enumerate(zip(starts, lengths))]
+    return [SliceSpan(k, at, at + n, total) for k, (at, n) in enumerate(zip(starts, lengths))]
 
 
 def _other_length(name: str, value: Tensor, total: int) -> Refusal:
@@ -233,7 +243,7 @@ def _other_length(name: str, value: Tensor, total: int) -> Refusal:
     )
 
 
-def masks_of(batch: Batch) -> frozenset[str]:
+def token_masks(batch: Batch) -> frozenset[str]:
     """Return the inputs of two dims that mask tokens, by their name or their boolean dtype."""
     return frozenset(
         name
@@ -243,14 +253,16 @@ def masks_of(batch: Batch) -> frozenset[str]:
     )
 
 
-def along(batch: Batch) -> frozenset[str]:
+def sequence_inputs(batch: Batch) -> frozenset[str]:
     """Return the paths of the inputs that are split along the sequence, by their sizes."""
-    total, rows = length_of(batch), rows_of(batch)
+    total, rows = sequence_length(batch), row_count(batch)
     leaves, _ = pytree.tree_flatten_with_path(dict(batch))
-    return frozenset(dotted(path) for path, value in leaves if runs_along(value, total, rows))
+    return frozenset(
+        dotted_path(path) for path, value in leaves if has_token_dim(value, total, rows)
+    )
 
 
-def sections(value: Any, total: int, rows: int) -> bool:
+def is_multi_position(value: Any, total: int, rows: int) -> bool:
     """Return whether a tensor has several positions for each token.
 
     These are integers [sections, rows, tokens], which multimodal models use for rotary embeddings
@@ -264,7 +276,7 @@ def sections(value: Any, total: int, rows: int) -> bool:
     )
 
 
-def runs_along(value: Any, total: int, rows: int) -> bool:
+def has_token_dim(value: Any, total: int, rows: int) -> bool:
     """Return whether a tensor has a dim of tokens: [rows, tokens, ..], or a mask of four dims."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
@@ -278,14 +290,14 @@ Lengths = Callable[[int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeightedSlice:
     """A slice, and its share in the mean loss of its microbatch."""
 
-    piece: Piece
+    piece: SequenceSlice
     share: Number
 
 
-class Slices:
+class SliceRunner:
     """Runs `model` on slices as `slicing` describes; one object for all stages of a rank.
 
     weight   returns the weight of a part of a batch in the mean loss
@@ -301,7 +313,7 @@ class Slices:
         lengths: Lengths | None = None,
     ) -> None:
         self.slicing, self.weight, self.lengths = slicing, weight, lengths
-        self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
+        self.mode = SliceMode(slicing.places) if slicing.carrier == "calls" else None
         self.cache = cache_argument(model) if slicing.carrier == "cache" else None
         self.handles = slicing.lengthen_head(model)
 
@@ -310,45 +322,45 @@ class Slices:
         for handle in self.handles:
             handle.remove()
 
-    def of(self, batch: Batch) -> list[Weighed]:
+    def split_batch(self, batch: Batch) -> list[WeightedSlice]:
         """Return the slices of a microbatch."""
-        return self.of_all([batch])[0]
+        return self.split_batches([batch])[0]
 
-    def of_all(self, batches: Sequence[Batch]) -> list[list[Weighed]]:
+    def split_batches(self, batches: Sequence[Batch]) -> list[list[WeightedSlice]]:
         """Return the slices of each microbatch; weights are computed on the labels' device."""
         pieces = [self._pieces(batch) for batch in batches]
         weight = getattr(self.weight, "counted", self.weight)
-        found = iter(counted([weight(piece.weighed) for some in pieces for piece in some]))
+        found = iter(as_numbers([weight(piece.weight_batch) for some in pieces for piece in some]))
         made = []
         for some in pieces:
             weights = [next(found) for _ in some]
-            whole = positive(added(weights))
-            made.append([Weighed(piece, one / whole) for piece, one in zip(some, weights)])
+            whole = nonzero_weight(sum_numbers(weights))
+            made.append([WeightedSlice(piece, one / whole) for piece, one in zip(some, weights)])
         return made
 
-    def _pieces(self, batch: Batch) -> list[Piece]:
-        if not self.slicing.left:
+    def _pieces(self, batch: Batch) -> list[SequenceSlice]:
+        if not self.slicing.allows_left_padding:
             _check_left_padding(batch)
         _check_packed(batch)
-        total = length_of(batch)
+        total = sequence_length(batch)
         lengths = self.lengths(total, self.slicing.count) if self.lengths else None
-        return self.slicing.pieces(batch, lengths)
+        return self.slicing.split_batch(batch, lengths)
 
     @contextmanager
-    def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
+    def forward(self, part: WeightedSlice, carried: CarriedKeys) -> Iterator[dict[str, Any]]:
         """Context of a slice's forward; yields the keyword arguments of the model."""
         piece = part.piece
-        visit = Visit(carried, piece.span)
-        modes = ambient(*([self.mode] if self.mode is not None else []))
-        with scope.visiting(visit), modes, no_labels(part.share):
+        visit = SliceVisit(carried, piece.span)
+        modes = enter_modes(*([self.mode] if self.mode is not None else []))
+        with scope.enter_slice(visit), modes, zero_unlabelled_loss(part.share):
             if self.cache:
-                yield piece.inputs | {self.cache: cache(piece.span), "use_cache": True}
+                yield piece.inputs | {self.cache: slice_cache(piece.span), "use_cache": True}
             else:
                 yield piece.inputs
 
 
 def _check_left_padding(batch: Batch) -> None:
-    for name in masks_of(batch):
+    for name in token_masks(batch):
         value = batch[name]
         if not value.is_meta and not bool(value[:, 0].all()):
             raise Refusal.of(
@@ -376,32 +388,35 @@ def _check_packed(batch: Batch) -> None:
 # -- outputs and masks ---------------------------------------------------------------------------
 
 
-def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
+def whole_loss(losses: Sequence[Tensor], pieces: Sequence[WeightedSlice]) -> Tensor:
     """Return the mean loss of a microbatch; the loss of a slice with share 0 may be NaN."""
     all_shares = [piece.share for piece in pieces]
-    if known(all_shares):
+    if are_on_host(all_shares):
         shares = [(value, share) for value, share in zip(losses, all_shares) if share]
         return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
-    there = torch.stack([filled(losses[0], share) for share in all_shares])
+    there = torch.stack([filled_like(losses[0], share) for share in all_shares])
     parts = torch.stack([*losses])
     whole = torch.where(there > 0, parts * there, 0.0).sum(0)
     return torch.where((there > 0).any(), whole, losses[0])
 
 
-def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
+def join_outputs(outputs: Sequence[Any], pieces: Sequence[WeightedSlice]) -> Any:
     """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
     from schedlang.ir import pytree
 
-    lengths, shares = [p.piece.span.length for p in pieces], numbers([p.share for p in pieces])
+    lengths, shares = (
+        [p.piece.span.length for p in pieces],
+        plain_numbers([p.share for p in pieces]),
+    )
     flat = [pytree.tree_flatten(output) for output in outputs]
     made = [
         _concatenate_tokens(values, lengths)
         if _have_tokens(values, lengths)
-        else stack(values, [1] * len(values), shares)
+        else stack_outputs(values, [1] * len(values), shares)
         for values in zip(*(leaves for leaves, _ in flat))
     ]
     whole = [
-        value if is_output(value) else Absent("slices of it cannot be concatenated")
+        value if can_stack(value) else MissingOutput("slices of it cannot be concatenated")
         for value in made
     ]
     return pytree.tree_unflatten(whole, flat[0][1])
@@ -419,33 +434,33 @@ def _concatenate_tokens(values: Sequence[Any], lengths: Sequence[int]) -> Tensor
 # -- one process ---------------------------------------------------------------------------------
 
 
-def run(
-    slices: Slices, model: nn.Module, batch: Batch, loss: Loss | None = None
+def run_slices(
+    slices: SliceRunner, model: nn.Module, batch: Batch, loss: Loss | None = None
 ) -> tuple[Tensor, list[Any]]:
     """Run forward and backward of a microbatch by slices on one process.
 
     Returns the loss, and the outputs of the slices.  Gradients are added to the parameters'
     `.grad`.
     """
-    carried, pieces = Carried(), slices.of(batch)
+    carried, pieces = CarriedKeys(), slices.split_batch(batch)
     outputs, losses = [], []
     for part in pieces:
         with slices.forward(part, carried) as inputs:
-            output, value = forward(model, inputs, loss)
+            output, value = run_forward(model, inputs, loss)
         assert value is not None, "the model returns no loss"
         outputs.append(output)
         losses.append(value)
     for part, value in reversed(list(zip(pieces, losses))):
-        back(carried, part, value)
+        run_backward(carried, part, value)
     return whole_loss([v.detach() for v in losses], pieces), outputs
 
 
-def back(carried: Carried, part: Weighed, value: Tensor) -> None:
+def run_backward(carried: CarriedKeys, part: WeightedSlice, value: Tensor) -> None:
     """Run the backward of one slice from its loss `value` and from its own keys and values."""
     index = part.piece.span.index
-    edges, grads = carried.roots(index)
+    edges, grads = carried.backward_roots(index)
     roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)
-    own = [filled(value, part.share)] if value.requires_grad else []
+    own = [filled_like(value, part.share)] if value.requires_grad else []
     if roots:
         torch.autograd.backward(roots, [*own, *grads])
     carried.free(index)

@@ -16,42 +16,43 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
-from schedlang.ir.model import inside
-from schedlang.runtime.batch import called, loss_of, named_arguments, rows_of, shares
+from schedlang.ir.model import is_inside
+from schedlang.runtime.batch import loss_of, named_arguments, row_count, run_model, split_rows
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.inside import hooked
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.propagation.trace import LabelRule
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, Unbatched, Window
-from schedlang.runtime.scope import Scope, entered, named_sites, visit
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow, UnbatchedDraws
+from schedlang.runtime.scope import Scope, current_visit, enter_scope, named_sites
 from schedlang.runtime.sequence_pipelining.slices import (
     Loss,
-    Slices,
+    SliceRunner,
     Slicing,
     Weight,
-    along,
-    length_of,
-    masks_of,
-    run,
-    sections,
+    is_multi_position,
+    run_slices,
+    sequence_inputs,
+    sequence_length,
+    token_masks,
 )
-from schedlang.runtime.tracing.meta import copy_with, meta_parameter
-from schedlang.runtime.training import Training
+from schedlang.runtime.submodules import remove_hooks_after
+from schedlang.runtime.tracing.meta_runs import copy_with, meta_parameter
+from schedlang.runtime.training_mode import TrainingMode
 
-WIDE = 100_000_000  # the most parameters that fit into memory twice in float64
+MAX_FLOAT64_PARAMETERS = 100_000_000  # the most parameters that fit into memory twice in float64
 
 
 @dataclass(frozen=True)
-class Small:
-    """A small model; `alike`: a block that was left out -> the equal block that represents it."""
+class SmallModel:
+    """A small model; `representatives`: a block that was left out -> the equal block that
+    represents it."""
 
     model: nn.Module
-    alike: Mapping[str, str]
+    representatives: Mapping[str, str]
 
 
 def small_copy(
     model: nn.Module, *, short: bool = True, seed: int = 0, sites: Collection[str] = ()
-) -> Small:
+) -> SmallModel:
     """Return a copy of a model with random parameters.
 
     short  copy only the first of equal blocks in a list
@@ -66,7 +67,7 @@ def small_copy(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         # a model on meta is used for shapes only
         _draw_parameters(copied, torch.Generator().manual_seed(seed))
-    return Small(copied, alike)
+    return SmallModel(copied, alike)
 
 
 def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
@@ -79,7 +80,7 @@ def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
         kinds = [
-            (*kind, *sorted(s.removeprefix(at) for s in sites if inside(s, at)))
+            (*kind, *sorted(s.removeprefix(at) for s in sites if is_inside(s, at)))
             for at, kind in ((f"{name}.{k}", kind) for k, kind in enumerate(_kinds(module)))
         ]
         need = max(2, *(1 + kinds.index(kind) for kind in set(kinds)))
@@ -115,7 +116,7 @@ def _describe_shapes(block: nn.Module) -> str:
 
 def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
     """Give all parameters random values; ties stay."""
-    as_float64 = sum(p.numel() for p in model.parameters()) <= WIDE
+    as_float64 = sum(p.numel() for p in model.parameters()) <= MAX_FLOAT64_PARAMETERS
     done: dict[int, nn.Parameter] = {}
 
     def fresh(old: nn.Parameter) -> nn.Parameter:
@@ -140,7 +141,7 @@ def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
     del alive
 
 
-TOKENS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
+SLICE_LENGTHS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Trial:
     weight     returns the weight of a part in the mean loss
     rule       how the loss reads its labels
     random     whether the model draws random numbers
-    alike      left-out block -> the equal block that represents it (see `Small`)
+    alike      left-out block -> the equal block that represents it (see `SmallModel`)
     along      inputs that are split along the sequence
     unbatched  random draws without a dim of samples
     """
@@ -163,13 +164,13 @@ class Trial:
     weight: Weight
     rule: LabelRule | None
     random: bool
-    alike: Mapping[str, str] = field(default_factory=dict)
+    representatives: Mapping[str, str] = field(default_factory=dict)
     along: frozenset[str] = frozenset()
-    unbatched: Unbatched = field(default_factory=dict)
+    unbatched: UnbatchedDraws = field(default_factory=dict)
 
 
 @dataclass
-class Seen:
+class RunResult:
     """The result of one run of the trial's model.
 
     draws  (part, module, turn) of each random draw -> its shape
@@ -180,7 +181,7 @@ class Seen:
     draws: dict[Any, tuple[int, ...]]
 
 
-def trial_of(
+def make_trial(
     model: nn.Module,
     sample: Mapping[str, Any],
     count: int,
@@ -189,16 +190,16 @@ def trial_of(
     weight: Weight,
     rule: LabelRule | None,
     random: bool,
-    unbatched: Unbatched | None = None,
+    unbatched: UnbatchedDraws | None = None,
     short: bool = True,
     sites: Collection[str] = (),
 ) -> Trial:
     """Return a trial of the first rows and tokens of a microbatch on a `small_copy` of a model.
 
-    `count`: the number of parts, if the sample is too short for `TOKENS`, or not `short`.
+    `count`: the number of parts, if the sample is too short for `SLICE_LENGTHS`, or not `short`.
     """
-    total = length_of(sample)
-    lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
+    total = sequence_length(sample)
+    lengths = SLICE_LENGTHS if total >= sum(SLICE_LENGTHS) and short else _lengths(total, count)
     ignoring = rule is not None and not labels_are_input(model, rule, loss)
     batch = _small_batch(model, sample, sum(lengths), rule, ignoring)
     small = small_copy(model, short=short, sites=sites)
@@ -210,8 +211,8 @@ def trial_of(
         weight,
         rule,
         random,
-        small.alike,
-        along(sample),
+        small.representatives,
+        sequence_inputs(sample),
         unbatched or {},
     )
     if ignoring and loss is None and not _can_run(trial):  # the labels are its tokens, too
@@ -221,7 +222,7 @@ def trial_of(
 
 def _can_run(trial: Trial) -> bool:
     try:
-        forward(trial, trial.model, trial.batch)
+        run_forward(trial, trial.model, trial.batch)
     except Exception:  # the model's own code may raise anything
         return False
     return True
@@ -233,7 +234,7 @@ def labels_are_input(model: nn.Module, rule: LabelRule, loss: Loss | None) -> bo
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
-    return tuple(len(run) for run in shares(total, min(count, total)))
+    return tuple(len(run) for run in split_rows(total, min(count, total)))
 
 
 def _small_batch(
@@ -247,15 +248,15 @@ def _small_batch(
 
     Masks pad the last row.  `ignoring`: one label does not count.
     """
-    rows, length = rows_of(sample), length_of(sample)
-    keep, masks, labels = min(rows, 2), masks_of(sample), rule.source if rule else None
+    rows, length = row_count(sample), sequence_length(sample)
+    keep, masks, labels = min(rows, 2), token_masks(sample), rule.source if rule else None
     generator = torch.Generator().manual_seed(0)
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
 
     def small(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        if sections(value, length, rows):
+        if is_multi_position(value, length, rows):
             return value[:, :keep, :total].detach().to("cpu", copy=True)
         cut = value[:keep] if value.shape[0] == rows else value
         if cut.dim() > 1 and cut.shape[1] == length:
@@ -291,68 +292,70 @@ class _RecordingDropout(LogicalDropout):
     """Logical dropout that records the shapes of its masks by part, module and turn."""
 
     def __init__(
-        self, found: dict[Any, tuple[int, ...]], within: Any, unbatched: Unbatched
+        self, found: dict[Any, tuple[int, ...]], within: Any, unbatched: UnbatchedDraws
     ) -> None:
         super().__init__(0, self._note, unbatched)
         self.found, self.within = found, within
 
-    def _note(self, site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        part = visit()
+    def _note(self, site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
+        part = current_visit()
         self.found[(part.index if part else None, site, call)] = shape
-        window: Window | None = self.within(site, call, shape) if self.within else None
+        window: LogicalWindow | None = self.within(site, call, shape) if self.within else None
         return window
 
 
 @contextmanager
-def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) -> Iterator[None]:
+def run_context(
+    trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None
+) -> Iterator[None]:
     """Context of a run: its modes, its scope and its random state; records draws in `draws`."""
     is_float64 = next(trial.model.parameters()).dtype == torch.float64
     modes: list[Any] = [Float64()] if is_float64 else []
     modes += [_RecordingDropout(draws, inner, trial.unbatched)] if trial.random else []
-    rows = tuple(range(rows_of(trial.batch)))
+    rows = tuple(range(row_count(trial.batch)))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(ambient(*modes))
-        stack.enter_context(entered(Scope(0, 0, rows)))
+        stack.enter_context(enter_modes(*modes))
+        stack.enter_context(enter_scope(Scope(0, 0, rows)))
         yield
 
 
-def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
+def run_forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
     """Run the trial's model on a batch; return output and loss."""
-    with running(trial, {}):
-        output = called(model, batch)
+    with run_context(trial, {}):
+        output = run_model(model, batch)
         value = loss_of(output, batch, trial.loss)
     assert value is not None, "the model returns no loss"
     return output, value
 
 
-def watched(trial: Trial) -> Seen:
+def run_full(trial: Trial) -> RunResult:
     """Run full sequences in training, forward and backward."""
     model = trial.model
     draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
-    Training(model).on()
+    TrainingMode(model).train()
     named_sites(model)
-    with running(trial, draws):
-        value = loss_of(called(model, trial.batch), trial.batch, trial.loss)
+    with run_context(trial, draws):
+        value = loss_of(run_model(model, trial.batch), trial.batch, trial.loss)
         assert value is not None, "the model returns no loss"
         torch.autograd.backward(value)
-    return Seen(value.detach(), gradients_of(model), draws)
+    return RunResult(value.detach(), gradients_of(model), draws)
 
 
-def sliced(trial: Trial, slicing: Slicing) -> Seen:
+def run_by_slices(trial: Trial, slicing: Slicing) -> RunResult:
     """Run the trial by slices, forward and backward."""
     model = trial.model
     draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
-    slices = Slices(model, slicing, trial.weight, lengths=lambda total, count: trial.lengths)
+    slices = SliceRunner(model, slicing, trial.weight, lengths=lambda total, count: trial.lengths)
     try:
-        with running(trial, draws, slicing.windows(None) if slicing.draws else None):
-            value, _ = run(slices, model, trial.batch, trial.loss)
+        with run_context(trial, draws, slicing.windows(None) if slicing.draws else None):
+            value, _ = run_slices(slices, model, trial.batch, trial.loss)
     finally:
         slices.close()
-    return Seen(value, gradients_of(model), draws)
+    return RunResult(value, gradients_of(model), draws)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -364,23 +367,25 @@ Outputs = dict[str, dict[int | None, Tensor]]  # by module, then by part; None: 
 
 
 @contextmanager
-def noted(model: nn.Module) -> Iterator[Outputs]:
+def record_outputs(model: nn.Module) -> Iterator[Outputs]:
     """Context that records the first output of every module for each part, innermost first."""
     found: Outputs = {}
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
-            part = visit()
+            part = current_visit()
             held = found.setdefault(name, {})
             held.setdefault(None if part is None else part.index, first.detach())
 
     named = [(name, module) for name, module in model.named_modules() if name]
-    with hooked(module.register_forward_hook(partial(note, name)) for name, module in named):
+    with remove_hooks_after(
+        module.register_forward_hook(partial(note, name)) for name, module in named
+    ):
         yield found
 
 
-def tokens_of(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
+def take_tokens(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
     """Return the tokens with indices `held` of a batch of `total` tokens."""
 
     def part(value: Any) -> Any:

@@ -12,19 +12,19 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import P, S
-from schedlang.runtime.comm.collectives import Group, exchange
-from schedlang.runtime.sharding.shard import Edge, Forward, dim_of
+from schedlang.runtime.comm.collectives import Group, exchange_rows
+from schedlang.runtime.sharding.edges import Edge, Forward, dim_of
 
 
-def with_halo(
+def exchange_halo(
     x: Tensor, dim: int, before: int, after: int, group: Group, fill: float = 0.0
 ) -> Tensor:
     """Return this rank's shard along `dim` with rows of its neighbours around it.
 
-    The last `before` rows of the previous rank are in front, the first `after` rows of the next
-    rank behind; a negative `after` removes rows of the shard.  At both ends of the full tensor the
-    halo is `fill`.  Gradients of exchanged rows are added to those of their owner, by the backward
-    of the exchange and of the concatenation.
+    The last `padding_before` rows of the previous rank are in front, the first `halo_after` rows
+    of the next rank behind; a negative `halo_after` removes rows of the shard.  At both ends of
+    the full tensor the halo is `fill`.  Gradients of exchanged rows are added to those of their
+    owner, by the backward of the exchange and of the concatenation.
     Dryden et al. (2019), Hy-Fi (2022): spatial parallelism with halo exchange.
     """
     rows = x.movedim(dim, 0)
@@ -40,7 +40,7 @@ def with_halo(
         if place < last:
             give[place + 1], take[place + 1] = before, lent
             parts.append(rows[size - before :])
-        got = exchange(torch.cat(parts), group, give, take)
+        got = exchange_rows(torch.cat(parts), group, give, take)
         first = got[:before] if place > 0 else rows.new_full((before, *rows.shape[1:]), fill)
         behind = got[got.shape[0] - lent :] if place < last else None
         if behind is None:
@@ -66,27 +66,27 @@ class Window:
     kernel: int
     stride: int
     dilation: int
-    before: int  # padding in front
-    behind: int  # padding at the end
+    padding_before: int  # padding in front
+    padding_behind: int  # padding at the end
 
     @property
-    def after(self) -> int:
+    def halo_after(self) -> int:
         """The rows that a shard needs of the next rank; negative if its last rows are not used."""
-        return self.dilation * (self.kernel - 1) - self.stride + 1 - self.before
+        return self.dilation * (self.kernel - 1) - self.stride + 1 - self.padding_before
 
     def fits(self, rows: int) -> bool:
         """Return whether shards of `rows` rows give the full outputs with one neighbour's rows."""
-        reach = max(self.before, self.after)
-        return rows % self.stride == 0 and reach <= rows and self.even(rows)
+        reach = max(self.padding_before, self.halo_after)
+        return rows % self.stride == 0 and reach <= rows and self.has_even_outputs(rows)
 
-    def even(self, rows: int) -> bool:
+    def has_even_outputs(self, rows: int) -> bool:
         """Return whether the full tensor gives one output for each `stride` rows, as shards do."""
-        return 0 <= self.behind - self.after < self.stride and rows > 0
+        return 0 <= self.padding_behind - self.halo_after < self.stride and rows > 0
 
 
-def windows(module: nn.Module) -> tuple[Window, ...]:
+def windows_of(module: nn.Module) -> tuple[Window, ...]:
     """Return the windows of a convolution or pool, one for each dim of positions."""
-    dims = int(type_dims(module))
+    dims = int(count_position_dims(module))
     kernel, stride = _each(module.kernel_size, dims), _each(module.stride, dims)
     dilation = _each(getattr(module, "dilation", 1), dims)
     return tuple(
@@ -95,7 +95,7 @@ def windows(module: nn.Module) -> tuple[Window, ...]:
     )
 
 
-def type_dims(module: nn.Module) -> int:
+def count_position_dims(module: nn.Module) -> int:
     """Return the number of position dims of a convolution or pool, from its class in torch."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
@@ -121,17 +121,17 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
 
     It enters, exchanges halos, convolves, reduces, adds the bias once, and exits.
     """
-    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    sums = [edge for edge in edges if isinstance(edge.output_before, P)]
     pending = bool(sums)
     compute = CONVOLUTIONS[kind]
-    spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
+    spatial = {dim: edge for edge in edges if (dim := position_dim(edge)) is not None}
 
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
             x = edge.enter(x)
         weight = module._parameters["weight"]
         assert weight is not None
-        check(module, x, spatial)
+        check_windows(module, x, spatial)
         x = _padded(module, x, spatial, 0.0)
         bias = None if pending else module._parameters.get("bias")
         groups = x.shape[CHANNELS] // weight.shape[1]
@@ -148,16 +148,16 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
     return forward
 
 
-def positions(edge: Edge) -> int | None:
+def position_dim(edge: Edge) -> int | None:
     """Return the dim of positions that an edge splits; None if it splits none."""
-    if not isinstance(edge.wants, S) or dim_of(edge.wants) <= CHANNELS:
+    if not isinstance(edge.input_after, S) or dim_of(edge.input_after) <= CHANNELS:
         return None
-    return dim_of(edge.wants)
+    return dim_of(edge.input_after)
 
 
-def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
+def check_windows(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
     """Refuse shards that do not fit the windows (S419), on all ranks, before any communication."""
-    seen = windows(module)
+    seen = windows_of(module)
     for dim, edge in spatial.items():
         window, rows, ranks = seen[dim - 2], x.shape[dim], edge.group.size
         if not window.fits(rows):
@@ -165,9 +165,9 @@ def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
 
 
 def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagnostic:
-    reach = max(window.before, window.after)
+    reach = max(window.padding_before, window.halo_after)
     wants = f"shards of at least {max(reach, 1)}, a multiple of {window.stride}"
-    if not window.even(max(rows, 1)):
+    if not window.has_even_outputs(max(rows, 1)):
         wants = f"a padding of {window.dilation * (window.kernel - 1) // 2}"
     return Diagnostic(
         "S419",
@@ -175,7 +175,7 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
         notes=(
             f"each rank has {rows} of {rows * ranks} positions",
             f"its kernel of {window.kernel} with stride {window.stride} and padding"
-            f" {window.before} needs {wants}",
+            f" {window.padding_before} needs {wants}",
         ),
         helps=(f"gather its input: `output=R` on the row of the module before `{fqn}`",),
         facts=(("site", fqn),),
@@ -185,11 +185,13 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
 def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: float) -> Tensor:
     """Return the input with its padding, or with halos along split dims."""
     sides: list[int] = []
-    for at, window in reversed(list(enumerate(windows(module)))):
+    for at, window in reversed(list(enumerate(windows_of(module)))):
         dim = at + 2
         if dim in spatial:
-            x = with_halo(x, dim, window.before, window.after, spatial[dim].group, fill)
-        sides += [0, 0] if dim in spatial else [window.before, window.behind]
+            x = exchange_halo(
+                x, dim, window.padding_before, window.halo_after, spatial[dim].group, fill
+            )
+        sides += [0, 0] if dim in spatial else [window.padding_before, window.padding_behind]
     if not any(sides):
         return x
     mode = getattr(module, "padding_mode", "zeros")
@@ -210,13 +212,13 @@ POOLS: Mapping[str, Callable[..., Tensor]] = {
 
 def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """Return the forward of a pool over split positions, with halo exchange."""
-    spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
+    spatial = {dim: edge for edge in edges if (dim := position_dim(edge)) is not None}
     greatest = kind.startswith("Max")
 
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
             x = edge.enter(x)
-        check(module, x, spatial)
+        check_windows(module, x, spatial)
         x = _padded(module, x, spatial, -torch.inf if greatest else 0.0)
         more = (0, module.dilation) if greatest else ()
         y = POOLS[kind](x, module.kernel_size, module.stride, *more)

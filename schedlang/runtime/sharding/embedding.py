@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir.placement import P
-from schedlang.runtime.bounds import check_within
-from schedlang.runtime.sharding.shard import Edge, Forward, without_padding
+from schedlang.runtime.index_bounds import check_indices
+from schedlang.runtime.sharding.edges import Edge, Forward, mask_padding
 
 
 def check_index(ids: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Refuse indices beyond the table's rows: a rank that holds a shard would not notice them."""
     helps = ("compare the size of the tokenizer's vocabulary with the model's",)
-    check_within(ids, module.num_embeddings, "the index", "the embedding's rows", helps)
+    check_indices(ids, module.num_embeddings, "the index", "the embedding's rows", helps)
 
 
-class Lookup(TorchFunctionMode):
+class LookupMode(TorchFunctionMode):
     """Mode in which lookups in one module's weight are done by `rows`."""
 
     def __init__(self, module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
@@ -41,20 +41,20 @@ class Lookup(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def around(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+def wrap_lookup(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
     """Return the module's own forward with lookups by `rows`; for a plain Embedding `rows`."""
     own = type(module).forward
     if own is nn.Embedding.forward:
         return rows
 
     def forward(ids: Tensor) -> Any:
-        with Lookup(module, rows):
+        with LookupMode(module, rows):
             return own(module, ids)
 
     return forward
 
 
-class OwnRows(torch.autograd.Function):
+class LocalRows(torch.autograd.Function):
     """Lookup in a shard of a table's rows, zeros for other indices: ids[...] -> [..., width].
 
     Only the indices are saved for backward, which the batch has anyway: local indices and a mask
@@ -81,7 +81,7 @@ class OwnRows(torch.autograd.Function):
 
 
 def _own_rows(ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tensor:
-    return cast(Tensor, OwnRows.apply(ids, weight, first, pad))  # type: ignore[no-untyped-call]
+    return cast(Tensor, LocalRows.apply(ids, weight, first, pad))  # type: ignore[no-untyped-call]
 
 
 def _local_indices(ids: Tensor, first: int, height: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     Lookups in shards of rows are summed over the ranks.
     """
     assert isinstance(module, nn.Embedding)
-    edge = next((edge for edge in edges if isinstance(edge.computes, P)), None)
+    edge = next((edge for edge in edges if isinstance(edge.output_before, P)), None)
     others = [one for one in edges if one is not edge]
     group = edge.group if edge is not None else None
     width = module.weight.shape[0]
@@ -111,10 +111,10 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             check_index(ids, module)
             rows = edge.exit(_own_rows(ids, module.weight, first, local_pad))
         for one in others:  # split by columns
-            rows = one.exit(without_padding(rows, one.computes, one.group))
+            rows = one.exit(mask_padding(rows, one.output_before, one.group))
         return rows
 
-    return around(module, rows_of)
+    return wrap_lookup(module, rows_of)
 
 
 def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
@@ -123,7 +123,7 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
     The entries' weights are replicated, and enter each edge once.
     """
     assert isinstance(module, nn.EmbeddingBag)
-    rows = next((edge for edge in edges if isinstance(edge.computes, P)), None)
+    rows = next((edge for edge in edges if isinstance(edge.output_before, P)), None)
     columns = [edge for edge in edges if edge is not rows]
 
     def forward(
@@ -139,7 +139,7 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
         else:
             out = rows.exit(_sum_local_rows(module, input, offsets, scales, rows))
         for edge in columns:
-            out = edge.exit(without_padding(out, edge.computes, edge.group))
+            out = edge.exit(mask_padding(out, edge.output_before, edge.group))
         return out
 
     return forward

@@ -26,19 +26,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.ir.placement import S
-from schedlang.kernels.halves import asked
+from schedlang.kernels.backward_halves import needed_gradients
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, reduce_scatter
+from schedlang.runtime.sharding.edges import Edge, Forward, shard_logits
 from schedlang.runtime.sharding.embedding import check_index
-from schedlang.runtime.sharding.shard import Edge, Forward, head_of
 
 if TYPE_CHECKING:
-    from schedlang.runtime.sharding.leaf import Sharded
+    from schedlang.runtime.sharding.sharded_layer import ShardedLayer
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # an input, a weight
 
-ALONE = Group((), (0,), 0)
+SINGLE_RANK = Group((), (0,), 0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Grid:
         """
         return math.lcm(self.along.size, self.down.size)
 
-    def cuts(self, inner: int) -> Iterator[tuple[Panel, Panel]]:
+    def list_panels(self, inner: int) -> Iterator[tuple[Panel, Panel]]:
         """Yield each panel of a dim twice: in the shards along a row, in the shards down a column.
 
         `inner` is the full size of the dim.
@@ -79,19 +79,19 @@ class Panel:
     length: int
     group: Group
 
-    def sent(self, part: Tensor, dim: int) -> Tensor:
+    def broadcast_from(self, part: Tensor, dim: int) -> Tensor:
         """Broadcast the panel from the rank that holds it to the group."""
-        return collectives.broadcast(self.of(part, dim), self.owner, self.group)
+        return collectives.broadcast(self.slice_of(part, dim), self.owner, self.group)
 
-    def of(self, part: Tensor, dim: int) -> Tensor:
+    def slice_of(self, part: Tensor, dim: int) -> Tensor:
         """Return the slice of this rank's shard at the panel's place."""
         return part.narrow(dim, self.start, self.length)
 
-    def summed(self, term: Tensor, part: Tensor, dim: int) -> None:
+    def reduce_into(self, term: Tensor, part: Tensor, dim: int) -> None:
         """Reduce `term` over the group into the shard of the rank that holds the panel."""
         total = collectives.reduce_to(term, self.owner, self.group)
         if total is not None:
-            self.of(part, dim).copy_(total)
+            self.slice_of(part, dim).copy_(total)
 
 
 def _panel(place: int, each: int, length: int, group: Group) -> Panel:
@@ -102,18 +102,18 @@ def _panel(place: int, each: int, length: int, group: Group) -> Panel:
 # -- y = x W --------------------------------------------------------------------------------------
 
 
-class InParts(torch.autograd.Function):
+class GridFunction(torch.autograd.Function):
     """Base of functions of an input and a weight on a grid; their backward reduces gradients."""
 
     @staticmethod
-    def summed(ctx: Any) -> tuple[Group, ...]:
+    def reduced_groups(ctx: Any) -> tuple[Group, ...]:
         """Return the groups over which the backward reduces gradients."""
         along, down = ctx.grid.along, ctx.grid.down
         groups = zip((along, down), ctx.needs_input_grad)
         return tuple(group for group, needed in groups if needed)
 
 
-class Product(InParts):
+class GridProduct(GridFunction):
     """Product of a sharded input and a sharded weight; saves only the local shards for backward.
 
     `inner` is the dim of the weight that is multiplied with the input.
@@ -125,8 +125,11 @@ class Product(InParts):
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.inner = grid, inner
         flat, out = x.reshape(-1, x.shape[-1]), None
-        for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
-            panels = mine.sent(flat, 1), turned(theirs.sent(weight, inner), inner)
+        for mine, theirs in grid.list_panels(weight.shape[inner] * grid.down.size):
+            panels = (
+                mine.broadcast_from(flat, 1),
+                transpose_to_inner(theirs.broadcast_from(weight, inner), inner),
+            )
             # out of place: a recomputation may hold the result of a product
             out = torch.mm(*panels) if out is None else torch.addmm(out, *panels)
         assert out is not None
@@ -140,20 +143,20 @@ class Product(InParts):
             x.reshape(-1, x.shape[-1]),
             grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype),
         )
-        needed = asked(ctx, 2)
+        needed = needed_gradients(ctx, 2)
         by_x = torch.empty_like(flat) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
-        for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
+        for mine, theirs in grid.list_panels(weight.shape[inner] * grid.down.size):
             if by_x is not None:
-                panel = turned(theirs.sent(weight, inner), inner)
-                mine.summed(grad @ panel.t(), by_x, 1)
+                panel = transpose_to_inner(theirs.broadcast_from(weight, inner), inner)
+                mine.reduce_into(grad @ panel.t(), by_x, 1)
             if by_weight is not None:
-                term = mine.sent(flat, 1).t() @ grad
-                theirs.summed(turned(term, inner), by_weight, inner)
+                term = mine.broadcast_from(flat, 1).t() @ grad
+                theirs.reduce_into(transpose_to_inner(term, inner), by_weight, inner)
         return by_x.view(x.shape) if by_x is not None else None, by_weight, None, None
 
 
-def turned(panel: Tensor, inner: int) -> Tensor:
+def transpose_to_inner(panel: Tensor, inner: int) -> Tensor:
     """Return a weight as (inner, outer), or such a matrix in the weight's order of dims."""
     return panel if inner == 0 else panel.t()
 
@@ -161,7 +164,7 @@ def turned(panel: Tensor, inner: int) -> Tensor:
 # -- lookups in a table, panel by panel of the hidden dim -----------------------------------------
 
 
-class Lookup(InParts):
+class GridLookup(GridFunction):
     """Lookup in a table: words are split along a row of the grid, the hidden dim down a column.
 
     This is the layout of the weight of a tied output layer.  Each column looks up its own words for
@@ -171,14 +174,14 @@ class Lookup(InParts):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Grid, skip: int | None) -> Tensor:
         """Look up panel by panel; `skip` is the index of padding, whose row has no gradient."""
-        local, mine = own_words(ids, weight, grid.along)
+        local, mine = local_words(ids, weight, grid.along)
         ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
         ctx.grid, ctx.shape = grid, weight.shape
         hidden = weight.shape[1] * grid.down.size
         out = weight.new_empty(*ids.shape, hidden // grid.along.size)
-        for to, source in grid.cuts(hidden):
-            rows = F.embedding(local, source.sent(weight, 1)) * mine[..., None]
-            to.summed(rows, out, out.ndim - 1)
+        for to, source in grid.list_panels(hidden):
+            rows = F.embedding(local, source.broadcast_from(weight, 1)) * mine[..., None]
+            to.reduce_into(rows, out, out.ndim - 1)
         return out
 
     @staticmethod
@@ -187,15 +190,15 @@ class Lookup(InParts):
         (local, mine), grid, (words, width) = ctx.saved_tensors, ctx.grid, ctx.shape
         grad = grads[0]
         by_weight = grad.new_empty(words, width)
-        for to, source in grid.cuts(width * grid.down.size):
-            panel = to.sent(grad, grad.ndim - 1) * mine[..., None]
+        for to, source in grid.list_panels(width * grid.down.size):
+            panel = to.broadcast_from(grad, grad.ndim - 1) * mine[..., None]
             term = grad.new_zeros(words, panel.shape[-1])
             term.index_add_(0, local.reshape(-1), panel.reshape(-1, panel.shape[-1]))
-            source.summed(term, by_weight, 1)
+            source.reduce_into(term, by_weight, 1)
         return None, by_weight, None, None
 
 
-def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor]:
+def local_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor]:
     """Return words as indices into this rank's shard of the table, and a mask of local words."""
     words = weight.shape[0]
     local = ids - along.rank * words
@@ -208,13 +211,13 @@ def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor
 
 def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
     """Return the grid of a module, and the edge that activations cross (None: one column)."""
-    roles = {edge.told: edge for edge in edges}
+    roles = {edge.variant: edge for edge in edges}
     along, down = roles.get("along"), roles.get("down")
-    groups = (edge.group if edge is not None else ALONE for edge in (along, down))
+    groups = (edge.group if edge is not None else SINGLE_RANK for edge in (along, down))
     return Grid(*groups), along
 
 
-def product(
+def product_forward(
     module: nn.Module, multiply: Multiply, entry: Edge | None, leave: Edge | None
 ) -> Forward:
     """Return the forward of a Linear or Conv1D: enter, `multiply`, add the bias, exit."""
@@ -227,30 +230,30 @@ def product(
         y = y if bias is None else y + bias
         if leave is None:
             return y
-        return head_of(y, leave) if leave.head else leave.exit(y)
+        return shard_logits(y, leave) if leave.is_head else leave.exit(y)
 
     return forward
 
 
-def projection(sharded: Sharded, own: Forward) -> Forward:
+def grid_projection(sharded: ShardedLayer, own: Forward) -> Forward:
     """Return the forward of a Linear or Conv1D on a grid."""
     grid, edge = _grid(sharded.edges)
     inner = 1 if sharded.kind == "summa Linear" else 0
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, Product.apply(x, weight, grid, inner))  # type: ignore[no-untyped-call]
+        return cast(Tensor, GridProduct.apply(x, weight, grid, inner))  # type: ignore[no-untyped-call]
 
-    return product(sharded.module, multiply, edge, edge)
+    return product_forward(sharded.module, multiply, edge, edge)
 
 
-def embedding(sharded: Sharded, own: Forward) -> Forward:
+def grid_embedding(sharded: ShardedLayer, own: Forward) -> Forward:
     """Return the forward of an embedding on a grid."""
     module, (grid, edge) = sharded.module, _grid(sharded.edges)
     assert isinstance(module, nn.Embedding)
 
     def forward(ids: Tensor) -> Tensor:
         check_index(ids, module)
-        out: Tensor = Lookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
+        out: Tensor = GridLookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
         return out if edge is None else edge.exit(out)
 
     return forward
@@ -268,13 +271,13 @@ class Cube:
     deep: Group
     blocks: tuple[int, ...] = ()
 
-    def scattered(self, x: Tensor) -> Tensor:
+    def reduce_scatter_blocks(self, x: Tensor) -> Tensor:
         """Reduce-scatter the last dim over the third axis, block by block."""
         if self.deep.size == 1:
             return x
         return reduce_scatter(self._reorder_blocks(x, inward=True), x.ndim - 1, self.deep)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def all_gather_blocks(self, x: Tensor) -> Tensor:
         """All-gather the last dim over the third axis, and put each block together."""
         if self.deep.size == 1:
             return x
@@ -292,7 +295,7 @@ class Cube:
         return torch.cat([piece for at in range(step) for piece in pieces[at::step]], -1)
 
 
-class CubeProduct(InParts):
+class CubeProduct(GridFunction):
     """Product of an input and a weight on a cube; saves only the local shards for backward."""
 
     @staticmethod
@@ -301,32 +304,36 @@ class CubeProduct(InParts):
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.inner = grid, inner
         whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
-        out = grid.scattered(whole @ turned(_all_gather(weight, inner, grid.down), inner))
+        out = grid.reduce_scatter_blocks(
+            whole @ transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
+        )
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Gather each factor again for the gradient of the other."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
-        grad = grid.gathered(grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype))
+        grad = grid.all_gather_blocks(grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype))
         by_x = by_weight = None
-        needed = asked(ctx, 2)
+        needed = needed_gradients(ctx, 2)
         if needed[0]:
-            whole = turned(_all_gather(weight, inner, grid.down), inner)
+            whole = transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
             by_x = _reduce_scatter(grad @ whole.t(), 1, grid.along).view(x.shape)
         if needed[1]:
             whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
-            by_weight = _reduce_scatter(turned(whole.t() @ grad, inner), inner, grid.down)
+            by_weight = _reduce_scatter(
+                transpose_to_inner(whole.t() @ grad, inner), inner, grid.down
+            )
         return by_x, by_weight, None, None
 
 
-class CubeLookup(InParts):
+class CubeLookup(GridFunction):
     """Lookup in a table on a cube: words split over the second axis, hidden dim over the third."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Cube, skip: int | None) -> Tensor:
         """Look up local words, reduce-scatter along the second axis."""
-        local, mine = own_words(ids, weight, grid.along)
+        local, mine = local_words(ids, weight, grid.along)
         ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
         ctx.grid, ctx.words = grid, weight.shape[0]
         rows = F.embedding(local, _all_gather(weight, 1, grid.down)) * mine[..., None]
@@ -353,17 +360,17 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 # -- forwards of modules --------------------------------------------------------------------------
 
 
-def _cube(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
+def _cube(sharded: ShardedLayer) -> tuple[Cube, dict[str, Edge]]:
     """Return the cube of a module, and its edges by role."""
-    edges = {edge.told: edge for edge in sharded.edges}
+    edges = {edge.variant: edge for edge in sharded.edges}
     groups = {role: edge.group for role, edge in edges.items()}
-    computes = edges["out"].computes if "out" in edges else None
+    computes = edges["out"].output_before if "out" in edges else None
     blocks = computes.blocks if isinstance(computes, S) else ()
-    down, along, deep = (groups.get(role, ALONE) for role in ("down", "along", "deep"))
+    down, along, deep = (groups.get(role, SINGLE_RANK) for role in ("down", "along", "deep"))
     return Cube(down, along, deep, (1,) * blocks if isinstance(blocks, int) else blocks), edges
 
 
-def cube_projection(sharded: Sharded, own: Forward) -> Forward:
+def cube_projection(sharded: ShardedLayer, own: Forward) -> Forward:
     """Return the forward of a Linear or Conv1D on a cube."""
     cube, edges = _cube(sharded)
     inner = 1 if sharded.kind == "cube Linear" else 0
@@ -371,10 +378,10 @@ def cube_projection(sharded: Sharded, own: Forward) -> Forward:
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         return cast(Tensor, CubeProduct.apply(x, weight, cube, inner))  # type: ignore[no-untyped-call]
 
-    return product(sharded.module, multiply, edges.get("in"), edges.get("out"))
+    return product_forward(sharded.module, multiply, edges.get("in"), edges.get("out"))
 
 
-def cube_embedding(sharded: Sharded, own: Forward) -> Forward:
+def cube_embedding(sharded: ShardedLayer, own: Forward) -> Forward:
     """Return the forward of an embedding on a cube."""
     module, (cube, edges) = sharded.module, _cube(sharded)
     leave = edges.get("out")

@@ -1,6 +1,7 @@
 """Norms over a hidden dim, or over positions, that is split over ranks.
 
-* Over the hidden dim (`norm`): the module's own forward runs on this rank's shard under a function
+* Over the hidden dim (`hidden_norm`): the module's own forward runs on this rank's shard under a
+  function
   mode.  Elementwise calls pass, sums and means along the split last dim are reduced over the ranks,
   and any other call with a split tensor is refused.
 * Over positions (`batch_norm`, `group_norm`): computed as torch does, with statistics that are
@@ -19,20 +20,20 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import S
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summed
-from schedlang.runtime.modes import Ambient
-from schedlang.runtime.sharding.convolution import CHANNELS, positions
-from schedlang.runtime.sharding.shard import Edge, Forward
-from schedlang.runtime.tracing.meta import name_of, tensors_in
+from schedlang.runtime.comm.collectives import Group, all_gather, local_shard, sum_over_ranks
+from schedlang.runtime.modes import AmbientMode
+from schedlang.runtime.sharding.convolution import CHANNELS, position_dim
+from schedlang.runtime.sharding.edges import Edge, Forward
+from schedlang.runtime.tracing.meta_runs import name_of, tensors_in
 
 if TYPE_CHECKING:
-    from schedlang.runtime.sharding.leaf import Sharded
+    from schedlang.runtime.sharding.sharded_layer import ShardedLayer
 
 
 HALVES = (torch.float16, torch.bfloat16)  # torch's norms compute these in float32
 
 
-class NotSplit(Exception):
+class NeedsFullDim(Exception):
     """Raised for a call that needs the full hidden dim."""
 
 
@@ -55,7 +56,7 @@ class SumLast(torch.autograd.Function):
         return total.expand(*total.shape[:-1], ctx.width), None
 
 
-class Along(Ambient):
+class SplitDimMode(AmbientMode):
     """Mode in which a norm's forward runs on tensors that are split along the last dim.
 
     Split tensors are marked with an attribute.
@@ -73,7 +74,7 @@ class Along(Ambient):
         tensor.__dict__["_schedlang_along"] = True
         return tensor
 
-    def split(self, tensor: Tensor) -> bool:
+    def is_split(self, tensor: Tensor) -> bool:
         """Return whether a tensor is split along its last dim."""
         return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
 
@@ -82,10 +83,10 @@ class Along(Ambient):
     ) -> Any:
         """Compute a call on shards so that the result equals the full one, or raise NotSplit."""
         kwargs, name = dict(kwargs or {}), name_of(func)
-        parts = [t for t in tensors_in((args, kwargs)) if self.split(t)]
+        parts = [t for t in tensors_in((args, kwargs)) if self.is_split(t)]
         if not parts:
             return self.run(func, types, args, kwargs)
-        if name in READS:
+        if name in ATTRIBUTES:
             return func(*args, **kwargs)
         if name in SIZES:
             return self._full_sizes(func, parts[0], args, kwargs)
@@ -94,14 +95,16 @@ class Along(Ambient):
         if name in NORMS:
             return self.mark(NORMS[name](self, *args, **kwargs))
         if name not in ELEMENTWISE:
-            raise NotSplit(f"`{name}` needs the full hidden dim, but each rank has a shard of it")
+            raise NeedsFullDim(
+                f"`{name}` needs the full hidden dim, but each rank has a shard of it"
+            )
         out = func(*args, **kwargs)
         self._check_last_dim(name, parts[0], out)
         return self.mark(out)
 
     def _check_last_dim(self, name: str, part: Tensor, out: Any) -> None:
         if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
-            raise NotSplit(f"`{name}` does not keep the hidden dim, which is sharded")
+            raise NeedsFullDim(f"`{name}` does not keep the hidden dim, which is sharded")
 
     def _full_sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the sizes of the full tensor: the model may divide by them."""
@@ -127,14 +130,14 @@ class Along(Ambient):
         x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
         given = dims if isinstance(dims, list | tuple) else [dims]
         if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
-            raise NotSplit(f"`{name}` over {dims} mixes the sharded hidden dim with others")
+            raise NeedsFullDim(f"`{name}` over {dims} mixes the sharded hidden dim with others")
         value = STATISTICS[name](self, x, **rest)
         return value if keep else value.squeeze(-1)
 
 
 # -- functions of torch ---------------------------------------------------------------------------
 
-READS = {
+ATTRIBUTES = {
     "dtype",
     "device",
     "requires_grad",
@@ -196,14 +199,14 @@ def _cast(x: Tensor, dtype: Any) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def _variance(mode: Along, x: Tensor, off: float) -> Tensor:
+def _variance(mode: SplitDimMode, x: Tensor, off: float) -> Tensor:
     count = x.shape[-1] * mode.group.size
     return mode.total((x - mode.mean(x)).square()) / (count - off)
 
 
-def _norm(mode: Along, x: Tensor, order: Any, dtype: Any) -> Tensor:
+def _norm(mode: SplitDimMode, x: Tensor, order: Any, dtype: Any) -> Tensor:
     if order not in ("fro", 2, 2.0, None):
-        raise NotSplit(f"a norm of order {order} of a sharded tensor is not supported")
+        raise NeedsFullDim(f"a norm of order {order} of a sharded tensor is not supported")
     return mode.total(_cast(x, dtype).square()).sqrt()
 
 
@@ -228,7 +231,7 @@ STATISTICS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def _layer_norm(
-    mode: Along,
+    mode: SplitDimMode,
     x: Tensor,
     shape: Any,
     weight: Tensor | None = None,
@@ -244,7 +247,11 @@ def _layer_norm(
 
 
 def _rms_norm(
-    mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    mode: SplitDimMode,
+    x: Tensor,
+    shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     _check_one_dim(shape)
     upcast = x.float() if x.dtype in HALVES else x
@@ -254,7 +261,7 @@ def _rms_norm(
 
 def _check_one_dim(shape: Any) -> None:
     if not isinstance(shape, int) and len(shape) != 1:
-        raise NotSplit(f"a norm over {len(shape)} dims, of which one is sharded")
+        raise NeedsFullDim(f"a norm over {len(shape)} dims, of which one is sharded")
 
 
 def _scale(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -263,10 +270,10 @@ def _scale(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -
 
 
 def _normalize(
-    mode: Along, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+    mode: SplitDimMode, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Tensor:
     if p != 2 or dim not in (-1, x.ndim - 1) or out is not None:
-        raise NotSplit("`normalize` of a sharded tensor needs p=2 along the hidden dim")
+        raise NeedsFullDim("`normalize` of a sharded tensor needs p=2 along the hidden dim")
     return x / mode.total(x.square()).sqrt().clamp_min(eps)
 
 
@@ -280,17 +287,17 @@ NORMS: Mapping[str, Callable[..., Tensor]] = {
 # -- the module -----------------------------------------------------------------------------------
 
 
-def norm(sharded: Sharded, inner: Forward) -> Forward:
+def hidden_norm(sharded: ShardedLayer, inner: Forward) -> Forward:
     """Return the forward of a module that normalises along a sharded hidden dim."""
     module, (edge,) = sharded.module, sharded.edges
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = edge.enter(x)
-        mode = Along(edge.group, list(module.parameters()))
+        mode = SplitDimMode(edge.group, list(module.parameters()))
         with mode:
             out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
-        if not isinstance(out, Tensor) or not mode.split(out):
-            raise NotSplit("its output is not sharded as its input")
+        if not isinstance(out, Tensor) or not mode.is_split(out):
+            raise NeedsFullDim("its output is not sharded as its input")
         return edge.exit(out)
 
     return forward
@@ -302,7 +309,7 @@ def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tens
     for dim in dims:
         count *= x.shape[dim]
     for group in groups:
-        total = summed(total, group)  # each rank combines it with its own positions
+        total = sum_over_ranks(total, group)  # each rank combines it with its own positions
         count *= group.size
     return total / count, count
 
@@ -333,8 +340,8 @@ def batch_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     In eval mode nothing is reduced.
     """
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    groups = [edge.group for edge in edges if positions(edge) is not None]
-    channels = [edge.group for edge in edges if edge.wants == S(CHANNELS)]
+    groups = [edge.group for edge in edges if position_dim(edge) is not None]
+    channels = [edge.group for edge in edges if edge.input_after == S(CHANNELS)]
 
     def compute(x: Tensor) -> Tensor:
         if not (module.training or module.running_mean is None):
@@ -353,7 +360,7 @@ def _local_channels(statistic: Tensor | None, channels: Sequence[Group]) -> Tens
     """Return this rank's channels of a statistic; every rank tracks all channels."""
     assert statistic is not None
     for group in channels:
-        statistic = own_part(statistic, 0, group)
+        statistic = local_shard(statistic, 0, group)
     return statistic
 
 
@@ -386,8 +393,8 @@ def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     Raises Refusal S402 if the ranks cannot split the groups evenly.
     """
     assert isinstance(module, nn.GroupNorm)
-    groups = [edge.group for edge in edges if positions(edge) is not None]
-    ranks = math.prod(edge.group.size for edge in edges if edge.wants == S(CHANNELS))
+    groups = [edge.group for edge in edges if position_dim(edge) is not None]
+    ranks = math.prod(edge.group.size for edge in edges if edge.input_after == S(CHANNELS))
     if module.num_groups % ranks:
         raise Refusal.of(
             "S402",

@@ -55,7 +55,7 @@ class Codebook:
         codes = -(-inputs * self.bits // 8)
         return outputs * (codes + self._blocks(inputs)[0] * itemsize)
 
-    def encoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes [out, in] (two to a byte if of 4 bits) and scales [out, blocks]."""
         rows = rows.detach()
         count, block = self._blocks(rows.shape[1])
@@ -78,7 +78,7 @@ class Codebook:
         pairs = F.pad(codes, (0, rows.shape[1] % 2))
         return pairs[:, ::2] | pairs[:, 1::2] << 4, scales
 
-    def decoded(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
         """Return the matrix [out, inputs] of codes, in the dtype of the scales."""
         wide, outputs = _compute_dtype(scales.dtype), len(codes)
         if self.bits == 4:
@@ -93,11 +93,11 @@ class Codebook:
         made = (padded * scales.to(wide)[..., None]).to(scales.dtype)
         return made.flatten(1)[:, :inputs].contiguous()
 
-    def rounded(self, rows: Tensor) -> Tensor:
+    def round_rows(self, rows: Tensor) -> Tensor:
         """Return a matrix [out, in], encoded and decoded."""
         if rows.is_meta:
             return torch.empty_like(rows)
-        return self.decoded(*self.encoded(rows), rows.shape[1])
+        return self.decode(*self.encode(rows), rows.shape[1])
 
     def _blocks(self, inputs: int) -> tuple[int, int]:
         """Return the number of blocks of a row, and of elements of a block."""
@@ -109,25 +109,25 @@ class Codebook:
 
 
 @dataclass(frozen=True)
-class Coding:
+class WeightQuantization:
     """The codebook of a weight, and whether the weight is [in, out]."""
 
     book: Codebook
     transposed: bool
 
     @property
-    def inputs(self) -> int:
+    def input_dim(self) -> int:
         """The dim of the weight along which blocks run."""
         return 0 if self.transposed else 1
 
-    def rounded(self, weight: Tensor) -> Tensor:
+    def round_weight(self, weight: Tensor) -> Tensor:
         """Return the weight, encoded and decoded."""
-        found = self.book.rounded(weight.detach().t() if self.transposed else weight.detach())
+        found = self.book.round_rows(weight.detach().t() if self.transposed else weight.detach())
         return found.t().contiguous() if self.transposed else found
 
     def bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Return the bytes of a shard of this shape."""
-        return self.book.bytes(shape[1 - self.inputs], shape[self.inputs], itemsize)
+        return self.book.bytes(shape[1 - self.input_dim], shape[self.input_dim], itemsize)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

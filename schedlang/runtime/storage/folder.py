@@ -50,7 +50,7 @@ class LockHeld(Exception):
 
 
 @contextmanager
-def locked(file: Path, stays: bool = True) -> Iterator[None]:
+def lock_file(file: Path, stays: bool = True) -> Iterator[None]:
     """Hold the lock of a file within a block; raises LockHeld at once, or OSError.
 
     The lock is a kernel lock of the open file: it ends with the process that holds it, however that
@@ -71,7 +71,7 @@ def locked(file: Path, stays: bool = True) -> Iterator[None]:
                 file.unlink(missing_ok=True)
             return
         if not _is_same_file(handle, file):  # the former holder has removed it
-            with locked(file, stays):
+            with lock_file(file, stays):
                 yield
             return
         try:
@@ -152,7 +152,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE; macOS' RENAME_SWAP has the same number
 _NO_EXCHANGE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV}
 
 
-def exchange(one: Path, other: Path, between: Path) -> None:
+def exchange_names(one: Path, other: Path, between: Path) -> None:
     """Exchange two names. Raises OSError; then both keep their own.
 
     If that takes three moves, `other` has the name `between` meanwhile.
@@ -191,7 +191,7 @@ T = TypeVar("T")
 SAVING, REPLACED = ".saving", ".replaced"  # endings of temporary folders beside the target
 
 
-def together(
+def run_on_all_ranks(
     step: Callable[[], T],
     diagnose: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...] = (OSError,),
@@ -223,13 +223,13 @@ def fill_folder(
     beside: Path | None = None
 
     def on_first(step: Callable[[], T]) -> T | None:
-        return together(step if rank == 0 else lambda: None, diagnose)
+        return run_on_all_ranks(step if rank == 0 else lambda: None, diagnose)
 
     try:
         beside = world.broadcast_object(0, on_first(begin))
         assert beside is not None
         there: Path = beside
-        together(lambda: _check_visible(there), diagnose)
+        run_on_all_ranks(lambda: _check_visible(there), diagnose)
         fill(there)
         on_first(lambda: publish(there))
     except BaseException:
@@ -257,13 +257,13 @@ def replace_folder(
         fill_folder(
             rank,
             lambda: _make_folder(target, marks, held),
-            lambda beside: together(lambda: fill(beside), diagnose, failures),
+            lambda beside: run_on_all_ranks(lambda: fill(beside), diagnose, failures),
             lambda beside: _publish(target, beside),
             diagnose,
         )
 
 
-def beside_of(target: Path, ending: str) -> Path:
+def temporary_name(target: Path, ending: str) -> Path:
     """Return a new name beside the target, for a folder that is not in place yet, or no more."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}{ending}")
 
@@ -278,7 +278,7 @@ def _make_folder(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
     """Lock the target, remove leftovers of dead jobs, and create the new folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(locked(target.with_name(f".{target.name}.lock"), stays=False))
+        held.enter_context(lock_file(target.with_name(f".{target.name}.lock"), stays=False))
     except LockHeld as other:
         raise Refusal(other.diagnostic(target)) from None
     if not os.path.lexists(target):  # a job died between the moves of an exchange
@@ -293,7 +293,7 @@ def _make_folder(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
             helps=("give the path of another folder",),
         )
     _remove_leftovers(target)
-    beside = beside_of(target, SAVING)
+    beside = temporary_name(target, SAVING)
     beside.mkdir()
     return beside
 
@@ -321,24 +321,24 @@ def _check_visible(beside: Path) -> None:
 
 def _publish(target: Path, beside: Path) -> None:
     """Flush the new folder to disk, exchange it with the old one, and remove that."""
-    settle(beside)
+    sync_tree(beside)
     former = target.exists()
     if former:
-        exchange(beside, target, beside_of(target, REPLACED))
+        exchange_names(beside, target, temporary_name(target, REPLACED))
     else:
         beside.rename(target)
     try:
         sync(target.parent)
     except BaseException:  # undo
         if former:
-            exchange(beside, target, beside_of(target, REPLACED))
+            exchange_names(beside, target, temporary_name(target, REPLACED))
         else:
             target.rename(beside)
         raise
     _remove_leftovers(target)
 
 
-def settle(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Flush all files below a folder, and their names, to disk."""
     for inner, _, names in os.walk(folder):
         for name in (*names, "."):

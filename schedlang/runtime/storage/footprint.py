@@ -21,7 +21,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir.memory import CLASSES, STATE
-from schedlang.runtime.adapters.torch_tensor import resizes
+from schedlang.runtime.adapters.torch_tensor import listen_to_resizes
 
 # ---- Work of a rank while a step is played: FLOPs, bytes read and written, messages.
 
@@ -30,7 +30,7 @@ HALF = 2  # bytes of the floats in which operations are counted
 
 
 @dataclass(frozen=True)
-class Message:
+class TrafficMessage:
     """A collective, or a message to another rank: bytes of the full tensor, and the ranks.
 
     `ends` of a message: source and target.
@@ -43,7 +43,7 @@ class Message:
 
 
 @dataclass
-class Work:
+class SegmentWork:
     """The work of one segment of a step.
 
     operators  (kind, FLOPs, bytes read and written) of an operator -> how often it ran; kinds:
@@ -56,10 +56,10 @@ class Work:
     """
 
     operators: Counter[tuple[str, float, int]] = field(default_factory=Counter)
-    messages: Counter[Message] = field(default_factory=Counter)
+    messages: Counter[TrafficMessage] = field(default_factory=Counter)
     copied: int = 0
 
-    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def add_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operator; views cost nothing.
 
         all_gather_copy_in counts only the slices that it copies.
@@ -77,7 +77,7 @@ class Work:
             flops = _flops(func, args, kwargs, out) * width / HALF
             self.operators[_kind(func._overloadpacket, flops), flops, moved] += 1
 
-    def sent(self, message: Message) -> None:
+    def add_message(self, message: TrafficMessage) -> None:
         """Count a message."""
         self.messages[message] += 1
 
@@ -156,40 +156,40 @@ KINDS = (*CLASSES, HOST)
 
 
 @dataclass
-class Block:
+class StorageRecord:
     """One storage: its bytes now, the segment in which it was created, facts of its use."""
 
     now: int
     born: int
-    said: str = ""  # a class that was set
+    tagged: str = ""  # a class that was set
     resized: bool = False  # as gathered parameters are
     sent: bool = False  # a collective wrote or read it
     state: bool = False  # one of parameters or gradients
 
 
 @dataclass
-class Stretch:
+class StepSegment:
     """A run between two marks: its first event, the blocks alive at its end, its work."""
 
-    what: Any
+    operation: Any
     start: int
     kept: frozenset[int] = frozenset()
-    work: Work = field(default_factory=Work)
+    work: SegmentWork = field(default_factory=SegmentWork)
 
 
 @dataclass(frozen=True)
-class Ran:
+class SegmentUse:
     """A segment by class of bytes: at its peak (of the sum) and at its end.
 
     passing  peak of the bytes that are no training state
     work     the work of the segment
     """
 
-    what: Any
-    most: Levels
+    operation: Any
+    peak: Levels
     end: Levels
-    passing: int
-    work: Work
+    peak_transient: int
+    work: SegmentWork
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -199,25 +199,25 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = torch.device(device)
         self.works = works
-        self.blocks: list[Block] = []
+        self.blocks: list[StorageRecord] = []
         self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
-        self.stretches = [Stretch(None, 0)]
+        self.stretches = [StepSegment(None, 0)]
         self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> weak reference, block
         self._watching = True
-        self.host = 0  # peak bytes in host memory, after `ran`
+        self.host = 0  # peak bytes in host memory, after `add_operator`
         # runs an operator; a dry run may replace it by a cache of results
         self.operator: Callable[[Any, Any, Any], Any] = lambda func, args, kw: func(*args, **kw)
 
     # -- input -------------------------------------------------------------------------------------
 
-    def hold(self, said: str, tensors: Iterable[Any]) -> None:
+    def set_class(self, said: str, tensors: Iterable[Any]) -> None:
         """Set the class of tensors; those that are not known yet are recorded."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None:
-                block.said = block.said or said
+                block.tagged = block.tagged or said
 
-    def leave_out(self, tensors: Iterable[Any]) -> None:
+    def exclude(self, tensors: Iterable[Any]) -> None:
         """Count no bytes for tensors that stand for tensors off the device."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
@@ -227,24 +227,24 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track(self, tier: str, tensor: Tensor) -> None:
         """Record a tensor that a store of offloaded tensors has put on a tier."""
         if tier == "cpu":
-            self.hold(HOST, [tensor])
+            self.set_class(HOST, [tensor])
 
-    def touched(self, tensor: Any, state: bool) -> None:
+    def note_collective(self, tensor: Any, state: bool) -> None:
         """Note that a collective reads or writes a tensor; `state`: of parameters or gradients."""
         block = self._block(tensor)
         if block is not None:
             block.sent, block.state = True, block.state or state
 
-    def sent(self, message: Message) -> None:
+    def add_message(self, message: TrafficMessage) -> None:
         """Record a collective, or a message to another rank."""
-        self.stretches[-1].work.sent(message)
+        self.stretches[-1].work.add_message(message)
 
-    def mark(self, what: Any) -> None:
+    def begin_segment(self, what: Any) -> None:
         """Begin a segment."""
         self.stretches[-1].kept = frozenset(number for _, number in self._alive.values())
-        self.stretches.append(Stretch(what, len(self.events)))
+        self.stretches.append(StepSegment(what, len(self.events)))
 
-    def unseen(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def without_watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose storages do not count: it only finds shapes on meta."""
 
         def unwatched(*args: Any, **kwargs: Any) -> Any:
@@ -256,18 +256,18 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return unwatched
 
-    def holds(self, storages: Iterable[int]) -> set[int]:
+    def alive_of(self, storages: Iterable[int]) -> set[int]:
         """Return those of some storages, by id, that are alive."""
         return {key for key in storages if key in self._alive}
 
     # -- results -----------------------------------------------------------------------------------
 
-    def ran(self, forwards: Iterable[Any]) -> list[Ran]:
+    def summarize(self, forwards: Iterable[Any]) -> list[SegmentUse]:
         """Return all segments; storages alive after one of `forwards` are kept for a backward."""
         kept: frozenset[int] = frozenset()
         passes = set(map(id, forwards))
         for stretch in self.stretches:
-            kept |= stretch.kept if id(stretch.what) in passes else frozenset()
+            kept |= stretch.kept if id(stretch.operation) in passes else frozenset()
         kinds = [KINDS.index(self._kind(k, kept)) for k in range(len(self.blocks))]
         changes = np.zeros((len(self.events) + 1, len(KINDS)), dtype=np.int64)
         for place, (number, size) in enumerate(self.events, 1):
@@ -282,13 +282,15 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             top = stretch.start + int(totals[stretch.start : end + 1].argmax())
             most = int(passing[stretch.start : end + 1].max())
             stretch.work.copied = int(abs(changes[stretch.start + 1 : end + 1, -1]).sum())
-            found.append(Ran(stretch.what, levels[top], levels[end], most, stretch.work))
+            found.append(
+                SegmentUse(stretch.operation, levels[top], levels[end], most, stretch.work)
+            )
         return found
 
     def _kind(self, number: int, kept: frozenset[int]) -> str:
         block = self.blocks[number]
-        if block.said or block.resized or block.state:
-            return block.said or "communication"
+        if block.tagged or block.resized or block.state:
+            return block.tagged or "communication"
         if number in kept:
             return "activations"
         lasts = number in self.stretches[block.born].kept
@@ -297,7 +299,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        self._resize_watch = resizes(self._resized)
+        self._resize_watch = listen_to_resizes(self._resized)
         self._resize_watch.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -313,7 +315,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._watching:
             return out
         if self.works:
-            self.stretches[-1].work.ran(func, args, kwargs or {}, out)
+            self.stretches[-1].work.add_operator(func, args, kwargs or {}, out)
         if isinstance(out, Tensor):
             self._block(out)
         elif out is not None:
@@ -321,7 +323,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._block(one)
         return out
 
-    def _block(self, value: Any) -> Block | None:
+    def _block(self, value: Any) -> StorageRecord | None:
         """Return the block of a tensor on the device; None for anything else."""
         local = getattr(value, "_local_tensor", value)
         if type(local) not in _KINDS or local.device != self.device:
@@ -331,7 +333,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._alive.get(key)
         if found is not None:
             return self.blocks[found[1]]
-        number, block = len(self.blocks), Block(storage.nbytes(), len(self.stretches) - 1)
+        number, block = len(self.blocks), StorageRecord(storage.nbytes(), len(self.stretches) - 1)
 
         def gone(_: Any) -> None:
             self._alive.pop(key, None)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from schedlang.runtime.device import has_streams, settled
+from schedlang.runtime.device import has_streams, host_wait
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.coded import coded_of
-from schedlang.runtime.storage.tiers import CPU, Scratch, mark
+from schedlang.runtime.storage.quantized_parameters import quantized_of
+from schedlang.runtime.storage.tiers import CPU, ScratchFiles, set_tier
 
 _SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
 # limits of pending copies in host memory: bytes, and batches of gradients
@@ -70,7 +70,7 @@ class _PendingCopies:
         # the last event of a source implies the earlier ones
         last: dict[object, Any] = {copied.source: copied.event for _, copied in found}
         for event in last.values():
-            settled(event)
+            host_wait(event)
         for one, copied in found:
             one.add_until(copied.event)
 
@@ -109,10 +109,10 @@ class _Offloaded:
 
     def total(self) -> Tensor:
         """Wait for pending copies; return the sum."""
-        settled(self._event)
+        host_wait(self._event)
         self._event, more, self._pending = None, self._pending, []
         for host, event in more:
-            settled(event)
+            host_wait(event)
             with torch._C.DisableTorchFunction():
                 self._host.add_(host)
         return self._host
@@ -157,7 +157,7 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 def offload_gradients(
     parameters: Iterable[nn.Parameter],
-    scratch: Scratch | None = None,
+    scratch: ScratchFiles | None = None,
     told: Collection[nn.Parameter] = (),
 ) -> None:
     """Offload gradients of these parameters as they are made, with `scratch` to disk.
@@ -176,7 +176,7 @@ def offload_gradients(
 
 def gradient_device(parameter: Tensor) -> torch.device:
     """Return the device of a parameter's gradient at the end of a step, also if it has none now."""
-    return torch.device("cpu") if offloads_gradient(parameter) else local(parameter).device
+    return torch.device("cpu") if offloads_gradient(parameter) else local_tensor(parameter).device
 
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
@@ -190,7 +190,7 @@ def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
         offloaded for offloaded in found if not offloaded.external
     ]  # external ones wait when read
     if found:
-        copies.settle()
+        copies.wait_all()
     for offloaded in found:
         offloaded.mark_arrived()
 
@@ -203,9 +203,9 @@ def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
     offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
     parameter.grad = None
     with torch._C.DisableTorchFunction():
-        part = local(made)
+        part = local_tensor(made)
         if event is not None:
-            _add(parameter, mark(part, CPU), event)
+            _add(parameter, set_tier(part, CPU), event)
         elif offloaded is None:
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part)))
         else:
@@ -223,19 +223,21 @@ def restore_gradient(parameter: nn.Parameter) -> None:
     offloaded = vars(parameter).pop(_SLOT, None)
     if offloaded is None:
         return
-    parameter.grad = placed_like(offloaded.total().to(local(parameter).device), parameter)
+    parameter.grad = as_dtensor_like(
+        offloaded.total().to(local_tensor(parameter).device), parameter
+    )
 
 
-def local(value: Tensor) -> Tensor:
+def local_tensor(value: Tensor) -> Tensor:
     """Return the local shard of a tensor as a plain tensor; the values, if it is in codes."""
-    held = coded_of(value)
+    held = quantized_of(value)
     if held is not None:
         return held.value()
     part: Tensor = value.to_local() if hasattr(value, "to_local") else value.detach()
     return part
 
 
-def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
+def as_dtensor_like(part: Tensor, parameter: Tensor) -> Tensor:
     """Return a local shard as a DTensor like the parameter; itself if the parameter is plain."""
     if not isinstance(parameter, DTensor):
         return part
@@ -249,21 +251,21 @@ def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
+def _offload(scratch: ScratchFiles | None, parameter: Tensor) -> None:
     made: Tensor | None = parameter.grad
     offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
     if made is None:
         return
     parameter.grad = None
     with torch._C.DisableTorchFunction():
-        part = local(made)
+        part = local_tensor(made)
         if scratch is not None:
             part = part if offloaded is None else offloaded.total() + part.cpu()
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part, scratch)))
         elif offloaded is not None and not has_streams(part.device):
             offloaded.total().add_(part)
         else:
-            _add(parameter, copies.to_host(part), copies.mark(part.device), part.device)
+            _add(parameter, copies.to_host(part), copies.record_copies(part.device), part.device)
 
 
 def _add(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.runtime.device import HOST, host_empty
-from schedlang.runtime.storage.folder import together
+from schedlang.runtime.storage.folder import run_on_all_ranks
 
 DEVICE, CPU, DISK = "device", "cpu", "disk"
 PEER = "peer"  # on the device, held for another rank
@@ -42,7 +42,7 @@ class _Marks:
         """Mark the tier of a storage; remove marks of freed storages once there are many."""
         self.tiers[reference.cdata] = (reference, tier)
         if len(self.tiers) > self.limit:
-            self.tiers = {k: m for k, m in list(self.tiers.items()) if not gone(m[0])}
+            self.tiers = {k: m for k, m in list(self.tiers.items()) if not is_freed(m[0])}
             self.limit = max(_MANY, 2 * len(self.tiers))
 
     def get(self, reference: StorageWeakRef) -> str:
@@ -51,7 +51,8 @@ class _Marks:
 
 
 class _CreationTier(threading.local):
-    """The tier of tensors that `empty` is creating, for dispatch modes that count meanwhile."""
+    """The tier of tensors that `empty_on_host` is creating, for dispatch modes that count
+    meanwhile."""
 
     tier = DEVICE
 
@@ -60,7 +61,7 @@ _marks = _Marks()
 _creation_tier = _CreationTier()
 
 
-def gone(reference: StorageWeakRef) -> bool:
+def is_freed(reference: StorageWeakRef) -> bool:
     """Return whether a storage was freed."""
     return bool(reference.expired())  # type: ignore[no-untyped-call]
 
@@ -70,7 +71,7 @@ def reference_to(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def mark(tensor: Tensor, tier: str) -> Tensor:
+def set_tier(tensor: Tensor, tier: str) -> Tensor:
     """Mark the tier of the storage of a tensor; return the tensor."""
     _marks.put(reference_to(tensor), tier)
     return tensor
@@ -81,7 +82,7 @@ def tier_of(tensor: Tensor) -> str:
     return _marks.get(reference_to(tensor))
 
 
-class Ledger:
+class TierBytes:
     """The bytes on each tier, and their peaks.
 
     It watches storages: a byte counts as long as anything refers to it. Each look costs time in
@@ -102,12 +103,12 @@ class Ledger:
         if tier is None and _creation_tier.tier != DEVICE:
             _marks.put(reference, _creation_tier.tier)
         self._held[reference.cdata] = (reference, storage.nbytes(), tier)
-        for tier, size in self.now().items():
+        for tier, size in self.alive_bytes().items():
             self.peak[tier] = max(self.peak[tier], size)
 
-    def now(self) -> dict[str, int]:
+    def alive_bytes(self) -> dict[str, int]:
         """Return the live bytes of each tier."""
-        self._held = {key: one for key, one in self._held.items() if not gone(one[0])}
+        self._held = {key: one for key, one in self._held.items() if not is_freed(one[0])}
         found = dict.fromkeys(TIERS, 0)
         for reference, size, tier in self._held.values():
             found[tier or _marks.get(reference)] += size
@@ -115,15 +116,15 @@ class Ledger:
 
     def bytes(self, tier: str) -> int:
         """Return the live bytes of a tier."""
-        return self.now()[tier]
+        return self.alive_bytes()[tier]
 
 
-class Residence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TierCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts, in its `ledger`, every storage that is created or used."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.ledger = TierBytes()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,16 +146,16 @@ def _create_on(tier: str) -> Iterator[None]:
         _creation_tier.tier = before
 
 
-def empty(
+def empty_on_host(
     shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, beside: torch.device = HOST
 ) -> Tensor:
     """Return a new marked tensor in host memory; pinned, if that helps copies of device
     `beside`."""
     with _create_on(tier):
-        return mark(host_empty(shape, dtype, beside=beside), tier)
+        return set_tier(host_empty(shape, dtype, beside=beside), tier)
 
 
-def made_on(
+def empty_on(
     device: torch.device, shape: Sequence[int], dtype: torch.dtype, tier: str = DEVICE
 ) -> Tensor:
     """Return a new tensor on a device, marked if it is held there for another rank."""
@@ -162,13 +163,13 @@ def made_on(
         return torch.empty(shape, dtype=dtype, device=device)
     with _create_on(tier):
         made = torch.empty(shape, dtype=dtype, device=device)
-    return made if tier == DEVICE else mark(made, tier)
+    return made if tier == DEVICE else set_tier(made, tier)
 
 
-def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
+def host_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
     """Return a contiguous, marked copy in host memory."""
     with torch._C.DisableTorchFunction():
-        made = empty(tensor.shape, tensor.dtype, tier, beside=tensor.device)
+        made = empty_on_host(tensor.shape, tensor.dtype, tier, beside=tensor.device)
         return made.copy_(tensor.detach())
 
 
@@ -181,7 +182,7 @@ def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
 _PIECE = 1 << 24  # bytes written at a time
 
 
-class Scratch:
+class ScratchFiles:
     """The temporary files of one program on one rank.
 
     A tensor for which there is no room stays in host memory; the error is raised at the end of the
@@ -193,27 +194,27 @@ class Scratch:
         self.written = 0  # bytes so far
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScratchFiles:
         """Return self: copies of a module share the files."""
         return self
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def store(self, tensor: Tensor) -> Tensor:
         """Return the values in a file; in host memory if there is no room, which is recorded."""
         size = tensor.numel() * tensor.element_size()
         if size == 0:
-            return mark(tensor.detach().cpu(), DISK)
-        host = tensor if tensor.is_cpu and tensor.is_contiguous() else plain_copy(tensor)
+            return set_tier(tensor.detach().cpu(), DISK)
+        host = tensor if tensor.is_cpu and tensor.is_contiguous() else host_copy(tensor)
         try:
             mapped = _write(host.detach(), size)
         except OSError as error:
             with self._lock:
                 self.failure = self.failure or error
-            return plain_copy(tensor, CPU)
+            return host_copy(tensor, CPU)
         with self._lock:
             self.written += size
-        return mark(mapped, DISK)
+        return set_tier(mapped, DISK)
 
-    def check(self, consequence: str) -> None:
+    def raise_failure(self, consequence: str) -> None:
         """Raise the same Refusal S850 on all ranks if a write has failed on one."""
         failure, self.failure = self.failure, None
 
@@ -221,10 +222,10 @@ class Scratch:
             if failure is not None:
                 raise failure
 
-        together(fail, lambda error: full(error, consequence))
+        run_on_all_ranks(fail, lambda error: disk_full(error, consequence))
 
 
-def full(error: BaseException, consequence: str) -> Diagnostic:
+def disk_full(error: BaseException, consequence: str) -> Diagnostic:
     """Return the message for a file that cannot be written."""
     return Diagnostic(
         "S850",

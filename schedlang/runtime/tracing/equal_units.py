@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.tracing.units import Switch
+from schedlang.runtime.tracing.units import CallSwitch
 
-SHOWN = 2  # units of a kind that run: the first may get other arguments, the second shows whether
+RUNS_PER_KIND = (
+    2  # units of a kind that run: the first may get other arguments, the second shows whether
+)
 PLAIN = (bool, int, float, str, type(None))
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
-class Unlike(Exception):
+class DifferentUnits(Exception):
     """Raised if a unit is called differently from those of its kind: then all units have to run."""
 
 
@@ -58,7 +60,7 @@ class EqualUnits:
     @contextmanager
     def using(self) -> Iterator[None]:
         """Context in which calls of the model's units are intercepted."""
-        switch = Switch(self.model, self.names)
+        switch = CallSwitch(self.model, self.names)
         try:
             with switch.using(self._call):
                 yield
@@ -68,11 +70,11 @@ class EqualUnits:
     def _call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
         name = self.names[unit]
         if name in self._called:
-            raise Unlike
+            raise DifferentUnits
         self._called.add(name)
         kind, given = self.kinds[name], list(_leaves((args, kwargs)))
         self._calls[kind] += 1
-        if self._calls[kind] > SHOWN:
+        if self._calls[kind] > RUNS_PER_KIND:
             return self._imitate(name, self._shown[kind], given)
         output = original(*args, **kwargs)
         self._shown[kind] = shown = _Shown(given, output)
@@ -91,12 +93,12 @@ class EqualUnits:
             if not (
                 len(given) == len(shown.given) and all(map(_same_argument, given, shown.given))
             ):
-                raise Unlike
+                raise DifferentUnits
             replacements = {id(old): new for old, new in zip(shown.given, given)}
             learns = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
             forms = list(map(_form, shown.made))
             if any(form[3] for form in forms) and not learns:
-                raise Unlike
+                raise DifferentUnits
             self.passed(name, False)
             on_backward = partial(self._pass_back, name)
             made = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
@@ -176,5 +178,5 @@ def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return made[id(value)]
     if not isinstance(value, PLAIN):
-        raise Unlike
+        raise DifferentUnits
     return value

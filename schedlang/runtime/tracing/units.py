@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.tracing.calls import Calls, calls_of
-from schedlang.runtime.tracing.graph import refusal
+from schedlang.runtime.tracing.module_calls import ModuleCalls, record_calls
+from schedlang.runtime.tracing.stage_graph import refusal
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 OVERRIDE = "_compiled_call_impl"
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Switch:
+class CallSwitch:
     """Intercepts every call of a unit, before the module's hooks, and passes it to a handler.
 
     A module that is k times in `names` is k units: its n-th call (since `using`) is the n-th unit,
@@ -89,7 +89,7 @@ def units_of(
     trunks: Sequence[str] = (),
     unrolled: Mapping[str, int] | None = None,
     meta: bool = True,
-    calls: Calls | None = None,
+    calls: ModuleCalls | None = None,
 ) -> tuple[str, ...]:
     """Return the modules between which the model may be cut, in the call order of one forward.
 
@@ -109,9 +109,9 @@ def units_of(
     """
     at = [_first_name(model, name) for name in at]
     unrolled = {_first_name(model, name): times for name, times in (unrolled or {}).items()}
-    calls = calls or calls_of(model, kwargs, meta)
+    calls = calls or record_calls(model, kwargs, meta)
     named = dict(model.named_modules())
-    trunk = elements_of(model, calls.counts, trunks, unrolled)
+    trunk = trunk_elements(model, calls.counts, trunks, unrolled)
     if at and not trunks:
         trunk = _walked_once(trunk, calls, (*at, *unrolled))
     check_calls(unrolled, calls.counts)
@@ -130,14 +130,14 @@ def units_of(
     return tuple(n for n in units if calls.counts[n] == 1 or n in unrolled or n in gapped)
 
 
-def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def default_units(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the units between which a model may be cut if a schedule does not say where.
 
     If some lists are walked again and others are not, only the others are cut: a discriminator that
     judges two images stays in one piece behind the generator.
     """
-    calls = calls_of(model, kwargs, True)
-    trunk = elements_of(model, calls.counts)
+    calls = record_calls(model, kwargs, True)
+    trunk = trunk_elements(model, calls.counts)
     named, once = dict(model.named_modules()), _walked_once(trunk, calls)
     if once == trunk:
         return units_of(model, kwargs, calls=calls)
@@ -145,7 +145,7 @@ def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     return units_of(model, kwargs, at, calls=calls)
 
 
-def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set[str]:
+def _walked_once(trunk: Set[str], calls: ModuleCalls, kept: Sequence[str] = ()) -> set[str]:
     """Return a trunk's elements without those of lists that are walked again.
 
     Lists that contain a module of `kept` remain.
@@ -159,7 +159,7 @@ def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set
     return {name for name in trunk if holder(name) not in again - inside}
 
 
-def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> list[str]:
+def _outermost(named: Mapping[str, nn.Module], calls: ModuleCalls, cut: Set[str]) -> list[str]:
     """Return every call of a module with parameters that no other such module encloses."""
     containers = {""}
     for name in cut:
@@ -202,7 +202,7 @@ def check_calls(unrolled: Mapping[str, int], counts: Mapping[str, int]) -> None:
             )
 
 
-def _in_a_loop(calls: Calls, name: str) -> Refusal:
+def _in_a_loop(calls: ModuleCalls, name: str) -> Refusal:
     count = calls.counts[name]
     return refusal(
         "S601",
@@ -210,7 +210,7 @@ def _in_a_loop(calls: Calls, name: str) -> Refusal:
         f"is called {_times(count)} in one forward: no stage can start at it",
         "cut outside the loop that calls it",
         f"or make each call a separate module first: `{name}  unroll({count})`",
-        note=calls.place(name),
+        note=calls.describe_repeat(name),
     )
 
 
@@ -218,18 +218,18 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count} times")
 
 
-def in_trunk(
+def is_in_trunk(
     model: nn.Module,
     units: Sequence[str],
     trunks: Sequence[str] = (),
     unrolled: Iterable[str] = (),
 ) -> tuple[bool, ...]:
     """Return for each unit whether it is an element of the trunk, or inside of one."""
-    elements = elements_of(model, dict.fromkeys(units, 1), trunks, unrolled)
+    elements = trunk_elements(model, dict.fromkeys(units, 1), trunks, unrolled)
     return tuple(any(unit == e or unit.startswith(f"{e}.") for e in elements) for unit in units)
 
 
-def elements_of(
+def trunk_elements(
     model: nn.Module,
     called: Iterable[str],
     trunks: Sequence[str] = (),
@@ -284,14 +284,16 @@ def _trunk(named: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
 # -- forward hooks inside of units ----------------------------------------------------------------
 
 
-OURS = ("torch", "schedlang")
-Tell = Callable[[Any, Any], Any]  # calls a hook with (arguments, keyword arguments) and an output
+OWN_PACKAGES = ("torch", "schedlang")
+CallHook = Callable[
+    [Any, Any], Any
+]  # calls a hook with (arguments, keyword arguments) and an output
 # (module's name in the unit, number of its hook, the hook, the module's arguments, its output)
-Heard = Callable[[str, int, Tell, Any, Any], Any]
+HookHandler = Callable[[str, int, CallHook, Any, Any], Any]
 Hook = Callable[..., Any]
 
 
-def foreign(module: nn.Module) -> list[tuple[int, Hook]]:
+def foreign_hooks(module: nn.Module) -> list[tuple[int, Hook]]:
     """Return the forward hooks (key, hook) of a module that are neither torch's nor schedlang's."""
     return [(key, hook) for key, hook in module._forward_hooks.items() if not _ours(hook)]
 
@@ -299,11 +301,13 @@ def foreign(module: nn.Module) -> list[tuple[int, Hook]]:
 def _ours(hook: Any) -> bool:
     inner = getattr(hook, "func", hook)  # of a partial function
     home = getattr(getattr(inner, "__func__", inner), "__module__", None) or type(inner).__module__
-    return home.split(".")[0] in OURS
+    return home.split(".")[0] in OWN_PACKAGES
 
 
 @contextmanager
-def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
+def intercept_hooks(
+    unit: nn.Module, heard: HookHandler, *, hooked: nn.Module | None = None
+) -> Iterator[None]:
     """Context in which `heard` is called in place of every foreign hook; its result is the hook's.
 
     `hooked` has the hooks, if `unit` is a copy that was made before they were registered.  A hook
@@ -313,7 +317,7 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
     kept: list[tuple[nn.Module, Any]] = []
     within = set(unit.modules())
     for name, owner in (hooked or unit).named_modules():
-        theirs = foreign(owner)
+        theirs = foreign_hooks(owner)
         if not theirs:
             continue
         module = unit.get_submodule(name)
@@ -345,7 +349,7 @@ def _with_kwargs(module: nn.Module, key: int) -> bool:
 
 
 def _stand_in_hook(
-    heard: Heard,
+    heard: HookHandler,
     name: str,
     place: int,
     module: nn.Module,
@@ -366,7 +370,7 @@ def _call_hook(module: nn.Module, hook: Hook, kwargs: bool, given: Any, output: 
     return hook(module, args, named, output) if kwargs else hook(module, args, output)
 
 
-def tell(module: nn.Module, place: int, given: Any, output: Any) -> Any:
+def call_foreign_hook(module: nn.Module, place: int, given: Any, output: Any) -> Any:
     """Call the foreign hook number `place` of a module, without intercepting it."""
-    key, hook = foreign(module)[place]
+    key, hook = foreign_hooks(module)[place]
     return _call_hook(module, hook, _with_kwargs(module, key), given, output)

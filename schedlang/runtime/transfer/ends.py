@@ -1,6 +1,6 @@
 """Ends of a transfer: a program or a state dict, its local tensors, and its layout.
 
-Each rank sends the layout of its end to all ranks; `Tensors` is the result on every rank.
+Each rank sends the layout of its end to all ranks; `EndTensors` is the result on every rank.
 """
 
 from __future__ import annotations
@@ -15,35 +15,45 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.ir.mesh import Mesh
-from schedlang.ir.placement import Segment, joined
+from schedlang.ir.placement import Segment, merge_segments
 from schedlang.runtime.checkpointing import archive
-from schedlang.runtime.checkpointing.holding import Holding, cells, window
+from schedlang.runtime.checkpointing.holdings import Holding, cells_of, clip_runs
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
-from schedlang.runtime.checkpointing.moments import Moments, moment_parts, trained_parameters
+from schedlang.runtime.checkpointing.optimizer_state import (
+    SavedOptimizer,
+    optimizer_tensors,
+    trained_parameters,
+)
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.route import TensorLayout
-from schedlang.runtime.redistribution.sharding import NOWHERE, Part, Parts, Sharding, whole
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.redistribution.sharding import (
+    NOWHERE,
+    Sharding,
+    SliceArray,
+    TensorSlice,
+    full_slice,
+)
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
 Ranks = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Tensors:
+class EndTensors:
     """The tensors of one end on all ranks: their layouts and dtypes.
 
-    also   other names of a tensor -> its name in `lying`
+    also   other names of a tensor -> its name in `layouts`
     """
 
-    lying: dict[str, TensorLayout]
+    layouts: dict[str, TensorLayout]
     dtypes: Mapping[str, str]
-    also: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     program: bool = False
 
-    def name(self, asked: str) -> str | None:
-        """Return the name in `lying` of a tensor; None if there is no such tensor."""
-        return asked if asked in self.lying else self.also.get(asked)
+    def name_of(self, asked: str) -> str | None:
+        """Return the name in `layouts` of a tensor; None if there is no such tensor."""
+        return asked if asked in self.layouts else self.aliases.get(asked)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -65,7 +75,7 @@ class ProgramLayout:
     dtypes: tuple[tuple[str, str], ...]
     ties: tuple[tuple[str, ...], ...]
 
-    def tensors(self, world: int, *, takes: bool) -> Tensors:
+    def tensors(self, world: int, *, takes: bool) -> EndTensors:
         """Return the parameters and buffers in a job of `world` ranks.
 
         `takes`: the program is the target, which needs buffers on all its ranks; else only their
@@ -78,7 +88,7 @@ class ProgramLayout:
             for one in (*self.holdings, *buffers)
         }
         also = {o: names[0] for names in self.ties for o in names[1:] if names[0] in lying}
-        return Tensors(lying, kinds, also, True)
+        return EndTensors(lying, kinds, also, True)
 
 
 def size_of(dtype: str) -> int:
@@ -103,7 +113,7 @@ class ProgramEnd:
             tuple(a.ranks.world.members),
             tuple(a.holdings.values()),
             tuple(a.buffer_holding(name, buffer.shape) for name, buffer in buffers),
-            tuple(archive.dtypes(self.program).items()),
+            tuple(archive.tensor_dtypes(self.program).items()),
             a.ties,
         )
 
@@ -112,10 +122,10 @@ class ProgramEnd:
         return archive.model_parts(self.program)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return this rank's parts of the optimizer's state, by `moment` names."""
-        return {moment(*key): part for key, part in moment_parts(self.program).items()}
+        """Return this rank's parts of the optimizer's state, by `moment_name` names."""
+        return {moment_name(*key): part for key, part in optimizer_tensors(self.program).items()}
 
-    def blank(self, optim: Moments) -> dict[tuple[str, str], Tensor]:
+    def allocate_state(self, optim: SavedOptimizer) -> dict[tuple[str, str], Tensor]:
         """Allocate zeros for an optimizer's state, in the layout of the parameters."""
         return {
             (name, key): torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
@@ -123,13 +133,13 @@ class ProgramEnd:
             for key, dtype in optim.parts.get(name, {}).items()
         }
 
-    def taken(self) -> None:
+    def drop_old_copies(self) -> None:
         """Drop gathered or moved copies of the old values, after new values were written."""
-        with comm.within(self.program.assembly.ranks.world.part):
-            archive.taken(self.program)
+        with comm.enter_ranks(self.program.assembly.ranks.world.ranks_in_job):
+            archive.settle_loaded(self.program)
 
 
-def moment(name: str, key: str) -> str:
+def moment_name(name: str, key: str) -> str:
     """Return the name of an optimizer's tensor `key` of a parameter; no parameter has this name."""
     return f"{key} of {name}"
 
@@ -141,17 +151,17 @@ def moment(name: str, key: str) -> str:
 class StateLayout:
     """The layout of a state dict on one rank: (name, full shape, dtype, part) of each tensor."""
 
-    parts: tuple[tuple[str, tuple[int, ...], str, Part], ...]
-    also: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, tuple[int, ...], str, TensorSlice], ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
-def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> Tensors:
+def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> EndTensors:
     """Join the layouts of state dicts on ranks.
 
     Raises Refusal S635 if ranks differ in a tensor's shape or dtype.
     """
     known: dict[str, tuple[tuple[int, ...], str]] = {}
-    places: dict[str, dict[Part, list[int]]] = {}
+    places: dict[str, dict[TensorSlice, list[int]]] = {}
     for state, ranks in layouts:
         for name, shape, dtype, part in state.parts:
             if known.setdefault(name, (shape, dtype)) != (shape, dtype):
@@ -170,11 +180,13 @@ def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> T
             of = np.full(world, NOWHERE, np.int32)
             for number, ranks in enumerate(places[name].values()):
                 of[ranks] = number
-            parts = Parts.of(tuple(places[name]), len(shape))
+            parts = SliceArray.from_slices(tuple(places[name]), len(shape))
             shared[key] = Sharding(shape, parts, of)
         lying[name] = TensorLayout(shared[key], size_of(dtype))
-    also = {other: name for state, _ in layouts for other, name in state.also if other not in lying}
-    return Tensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
+    also = {
+        other: name for state, _ in layouts for other, name in state.aliases if other not in lying
+    }
+    return EndTensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
 
 
 class StateEnd:
@@ -189,8 +201,8 @@ class StateEnd:
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 what = kind_of(value) if not isinstance(value, Tensor) else "a sparse tensor"
-                raise not_taken(f"`{name}` of a state dict is {what}, not a dense tensor")
-            plain = local(value)
+                raise end_refusal(f"`{name}` of a state dict is {what}, not a dense tensor")
+            plain = local_tensor(value)
             known = first.setdefault(_memory(value, plain), name) if plain.numel() else name
             if known == name:
                 self.state[name] = value
@@ -200,16 +212,16 @@ class StateEnd:
     def layout(self) -> StateLayout:
         """Return the layout on this rank, to send it to all ranks."""
         parts = tuple(
-            (name, tuple(value.shape), DTYPE_NAMES[value.dtype], part_of(name, value))
+            (name, tuple(value.shape), DTYPE_NAMES[value.dtype], local_slice(name, value))
             for name, value in self.state.items()
         )
         return StateLayout(parts, tuple(self.also.items()))
 
     def local(self) -> dict[str, Tensor]:
         """This rank's parts, written in place."""
-        return {name: local(value) for name, value in self.state.items()}
+        return {name: local_tensor(value) for name, value in self.state.items()}
 
-    def taken(self) -> None:
+    def drop_old_copies(self) -> None:
         """Do nothing after new values were written."""
 
 
@@ -218,13 +230,13 @@ def _memory(value: Tensor, plain: Tensor) -> tuple[Any, ...]:
     return *at, plain.device, plain.dtype, plain.stride(), tuple(plain.shape), tuple(value.shape)
 
 
-def part_of(name: str, value: Tensor) -> Part:
+def local_slice(name: str, value: Tensor) -> TensorSlice:
     """Return this rank's part of a tensor: of a DTensor its shard, else the full tensor.
 
     Raises Refusal S642 for placements other than `Shard` and `Replicate`.
     """
     if not hasattr(value, "placements"):
-        return whole(value.shape)
+        return full_slice(value.shape)
     runs = [[Segment(0, size)] for size in value.shape]
     sharded: Any = value
     mesh = sharded.device_mesh
@@ -233,7 +245,7 @@ def part_of(name: str, value: Tensor) -> Part:
         if one.is_replicate():
             continue
         if one.is_partial() or not hasattr(one, "dim"):
-            raise not_taken(
+            raise end_refusal(
                 f"`{name}` is a DTensor with the placement `{one}`",
                 "redistribute it first: only `Shard` and `Replicate` say where values lie",
             )
@@ -241,11 +253,14 @@ def part_of(name: str, value: Tensor) -> Part:
         at = place[axis] if place is not None else count
         strips = _chunks(runs[dim], getattr(one, "split_factor", 1))
         runs[dim] = [run for strip in strips for run in _chunk(strip, count, at)]
-    found = tuple(tuple(cells(tuple(joined(run)), n)) for run, n in zip(runs, value.shape))
+    found = tuple(
+        tuple(cells_of(tuple(merge_segments(run)), n)) for run, n in zip(runs, value.shape)
+    )
     there = tuple(sum(n for *_, n in dim) for dim in found)
-    if there != tuple(local(value).shape):
-        raise not_taken(
-            f"`{name}` is a DTensor of {list(local(value).shape)} here, where its placements give"
+    if there != tuple(local_tensor(value).shape):
+        raise end_refusal(
+            f"`{name}` is a DTensor of {list(local_tensor(value).shape)} here, where its placements"
+            " give"
             f" {list(there)}"
         )
     return found
@@ -260,10 +275,10 @@ def _chunks(runs: list[Segment], count: int) -> Iterator[list[Segment]]:
 def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
     length = sum(run.length for run in runs)
     size = -(-length // count)
-    return list(window(tuple(runs), min(at * size, length), min((at + 1) * size, length)))
+    return list(clip_runs(tuple(runs), min(at * size, length), min((at + 1) * size, length)))
 
 
-def not_taken(title: str, *helps: str) -> Refusal:
+def end_refusal(title: str, *helps: str) -> Refusal:
     """Return the refusal of an object that cannot be an end of a transfer (S642)."""
     return Refusal.of(
         "S642",

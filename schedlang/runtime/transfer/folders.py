@@ -9,36 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.checkpointing import steps
-from schedlang.runtime.checkpointing.archive import CONTENTS, checked
+from schedlang.runtime.checkpointing import checkpoint_folders
+from schedlang.runtime.checkpointing.archive import CONTENTS, check_contents
 from schedlang.runtime.checkpointing.boxes import (
-    Boxed,
-    plain_torch,
+    BoxedTensor,
     read_together,
     read_value,
+    without_function_modes,
     zeros,
 )
 from schedlang.runtime.checkpointing.index import Unreadable
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.initial.converted import named, other_names
-from schedlang.runtime.initial.stored import KINDS, read_part, stored
-from schedlang.runtime.initial.weights import heads_of, is_weights
+from schedlang.runtime.initial.lazy_tensors import KINDS, lazy_tensor, read_part
+from schedlang.runtime.initial.library_loading import load_names, other_names
+from schedlang.runtime.initial.weight_files import heads_of, is_weights
 from schedlang.runtime.redistribution.route import TensorLayout
 from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
-    Part,
     Sharding,
-    copied,
-    everywhere,
+    TensorSlice,
+    copy_overlap,
+    replicate_on,
 )
-from schedlang.runtime.storage.folder import together
-from schedlang.runtime.transfer.ends import Tensors, size_of
+from schedlang.runtime.storage.folder import run_on_all_ranks
+from schedlang.runtime.transfer.ends import EndTensors, size_of
 
 # entries that torchtitan saves next to the model, whose own names have no prefix
-BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
-HEAD = "model."
-Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (full shape, dtype)
-Wanted = tuple[str, Tensor, Part]  # name in the folder, this rank's tensor, its part
+OTHER_ENTRIES = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
+MODEL_PREFIX = "model."
+TensorForms = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (full shape, dtype)
+ReadRequest = tuple[str, Tensor, TensorSlice]  # name in the folder, this rank's tensor, its part
 Diagnose = Callable[[BaseException], Diagnostic]
 
 
@@ -51,44 +51,44 @@ class Checkpoint:
 
     def __init__(self, folder: Path, wanted: Iterable[str], fresh: bool = False) -> None:
         self.fresh = fresh  # the target's values may be lost if reading fails
-        self.folder, id_ = steps.to_load(folder)
-        self.index = steps.checked_index(self.folder, id_)
+        self.folder, id_ = checkpoint_folders.find_checkpoint(folder)
+        self.index = checkpoint_folders.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
         names, known = set(wanted), self.index.tensors.keys()
-        below = sum(f"{HEAD}{name}" in known for name in names)
-        self.head = HEAD if below > len(names & known) else ""
+        below = sum(f"{MODEL_PREFIX}{name}" in known for name in names)
+        self.head = MODEL_PREFIX if below > len(names & known) else ""
         if ".".join(CONTENTS) in self.index.values:
-            contents = checked(read_value(self.folder, self.index, CONTENTS))
+            contents = check_contents(read_value(self.folder, self.index, CONTENTS))
             self.also = {o: names[0] for names in contents["ties"] for o in names[1:]}
-            self.head = HEAD
-        self.kinds: Kinds = {
+            self.head = MODEL_PREFIX
+        self.kinds: TensorForms = {
             key.removeprefix(self.head): (one.shape, one.dtype)
             for key, one in self.index.tensors.items()
-            if key.startswith(self.head) and key.partition(".")[0] not in BESIDE
+            if key.startswith(self.head) and key.partition(".")[0] not in OTHER_ENTRIES
         }
 
     def read(
-        self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
+        self, wanted: Sequence[ReadRequest], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
         """Read this rank's parts of the tensors `wanted`; all ranks must call this.
 
         `lies` has the shardings of the wanted tensors.  Raises Refusal with `diagnose(error)`.
         """
-        if len(comm.distinct_objects(self.index.mark)) > 1:
+        if len(comm.distinct_objects(self.index.fingerprint)) > 1:
             raise Refusal(diagnose(Unreadable("the ranks have read different checkpoints")))
 
         def buffer_for(local: Tensor) -> Tensor:
             return local if self.fresh else zeros(local.shape, local.dtype)
 
         boxed = [
-            Boxed((self.head + name,), buffer_for(local), self.kinds[name][0], part)
+            BoxedTensor((self.head + name,), buffer_for(local), self.kinds[name][0], part)
             for name, local, part in wanted
         ]
         keyed = {self.head + name: sharding for name, sharding in lies.items()}
         read_together(self.folder, self.index, boxed, keyed, diagnose)
         for one, (_, local, part) in zip(boxed, wanted):
             if one.local is not local:
-                copied(one.local, part, local, part)
+                copy_overlap(one.local, part, local, part)
 
 
 class Safetensors:
@@ -100,11 +100,11 @@ class Safetensors:
         odd = next((leaf for leaf in heads.leaves.values() if leaf.kind not in KINDS), None)
         if odd is not None:
             raise Unreadable(f"`{odd.name}` of `{odd.file.name}` is of dtype `{odd.kind}`")
-        every = named(heads.leaves, model, parts).tensors
+        every = load_names(heads.leaves, model, parts).tensors
         used = {leaf.name for one in every.values() for leaf in one.leaves}
-        self._tensors = {n: stored(leaf) for n, leaf in heads.leaves.items() if n not in used}
+        self._tensors = {n: lazy_tensor(leaf) for n, leaf in heads.leaves.items() if n not in used}
         self._tensors |= every
-        self.kinds: Kinds = {
+        self.kinds: TensorForms = {
             name: (tuple(one.shape), KINDS[one.leaves[0].kind])
             for name, one in self._tensors.items()
         }
@@ -118,12 +118,12 @@ class Safetensors:
                     self.also.setdefault(other, name)
 
     def read(
-        self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
+        self, wanted: Sequence[ReadRequest], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
         """Read this rank's parts in chunks of rows; all ranks must call this."""
-        together(lambda: self._read(wanted), diagnose, (Exception,))
+        run_on_all_ranks(lambda: self._read(wanted), diagnose, (Exception,))
 
-    def _read(self, wanted: Sequence[Wanted]) -> None:
+    def _read(self, wanted: Sequence[ReadRequest]) -> None:
         for name, local, part in wanted:
             read_part(self._tensors[name], local, part, self.most)
 
@@ -131,7 +131,7 @@ class Safetensors:
 Folder = Checkpoint | Safetensors
 
 
-def opened(
+def open_folder(
     path: Path,
     wanted: Iterable[str],
     model: nn.Module | None,
@@ -153,11 +153,11 @@ def opened(
     return Checkpoint(path, wanted, fresh)
 
 
-def tensors_of(folder: Folder, world: int) -> Tensors:
+def folder_tensors(folder: Folder, world: int) -> EndTensors:
     """Return the tensors of a folder in a job of `world` ranks; no rank holds them."""
-    return Tensors(
+    return EndTensors(
         {
-            name: TensorLayout(everywhere(shape, (), world), size_of(dtype))
+            name: TensorLayout(replicate_on(shape, (), world), size_of(dtype))
             for name, (shape, dtype) in folder.kinds.items()
         },
         {name: dtype for name, (_, dtype) in folder.kinds.items()},
@@ -165,10 +165,10 @@ def tensors_of(folder: Folder, world: int) -> Tensors:
     )
 
 
-def fill(
+def read_folder(
     folder: Folder,
     names: Mapping[str, str],
-    target: Tensors,
+    target: EndTensors,
     local: Mapping[str, Tensor],
     rank: int,
     diagnose: Diagnose,
@@ -182,13 +182,13 @@ def fill(
     while rest:  # a folder's tensor with several names here is read once for each name
         some = {at: name for name, at in reversed(rest.items())}
         rest = {name: at for name, at in rest.items() if some[at] != name}
-        lies = {at: target.lying[name].sharding for at, name in some.items()}
+        lies = {at: target.layouts[name].sharding for at, name in some.items()}
         wanted = []
         for at, name in some.items():
-            number = int(lies[at].of[rank])
+            number = int(lies[at].part_of_rank[rank])
             if number != NOWHERE and name in local:
                 wanted.append((at, local[name], lies[at].parts[number]))
-                size += int(lies[at].sizes[number]) * target.lying[name].itemsize
-        with plain_torch(), torch.no_grad():
+                size += int(lies[at].sizes[number]) * target.layouts[name].itemsize
+        with without_function_modes(), torch.no_grad():
             folder.read(wanted, lies, diagnose)
     return size

@@ -18,36 +18,50 @@ from torch.utils.weak import WeakIdKeyDictionary
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Refusal,
-    at_the_callers_line,
     kind_of,
-    quoted,
+    quote_names,
+    refuse_at_caller,
 )
-from schedlang.ir.model import Adapting
+from schedlang.ir.model import AdapterChange
 from schedlang.runtime import device as devices
-from schedlang.runtime.checkpointing import steps
-from schedlang.runtime.checkpointing.archive import FAILURES, check_moments
-from schedlang.runtime.checkpointing.boxes import no_memory, reason, starved
-from schedlang.runtime.checkpointing.moments import Moments, describe_moments, load_moments
+from schedlang.runtime.checkpointing import checkpoint_folders
+from schedlang.runtime.checkpointing.archive import FAILURES, check_optimizer
+from schedlang.runtime.checkpointing.boxes import describe_failure, is_out_of_memory, out_of_memory
+from schedlang.runtime.checkpointing.optimizer_state import (
+    SavedOptimizer,
+    describe_optimizer,
+    load_optimizer,
+)
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
-from schedlang.runtime.redistribution.carry import Traffic, bucket_size, move, wire
-from schedlang.runtime.redistribution.route import Route, TensorLayout, Uncovered, route
-from schedlang.runtime.storage.coded import all_opened
-from schedlang.runtime.storage.folder import together
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.redistribution.execution import (
+    Traffic,
+    bucket_device,
+    bucket_size,
+    redistribute_tensors,
+)
+from schedlang.runtime.redistribution.route import (
+    Route,
+    TensorLayout,
+    UncoveredElements,
+    find_route,
+)
+from schedlang.runtime.storage.folder import run_on_all_ranks
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
+from schedlang.runtime.storage.quantized_parameters import open_quantized
 from schedlang.runtime.transfer.ends import (
+    EndTensors,
     ProgramEnd,
     ProgramLayout,
     StateEnd,
     StateLayout,
-    Tensors,
-    moment,
-    not_taken,
+    end_refusal,
+    moment_name,
     size_of,
     state_tensors,
 )
-from schedlang.runtime.transfer.folders import fill, opened, tensors_of
+from schedlang.runtime.transfer.folders import folder_tensors, open_folder, read_folder
 
 BUCKET = 64 << 20
 End = ProgramEnd | StateEnd
@@ -85,7 +99,7 @@ class Transferred:
         )
 
 
-@at_the_callers_line()
+@refuse_at_caller()
 def transfer(
     a: object,
     b: object,
@@ -109,8 +123,8 @@ def transfer(
     transfer can send less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or
     S642 (an object that cannot be an end) on all ranks, before anything is changed.
     """
-    written = all_opened(b.assembly.parameters.values() if isinstance(b, Program) else ())
-    with written, comm.within(()):  # whatever part of the job the ends are on
+    written = open_quantized(b.assembly.parameters.values() if isinstance(b, Program) else ())
+    with written, comm.enter_ranks(()):  # whatever part of the job the ends are on
         if any(comm.distinct_objects(isinstance(a, str | os.PathLike))):
             return _read(a, b, optimizer, bucket_bytes)
         ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
@@ -124,8 +138,8 @@ class _Ends:
 
     a: End | None
     b: End | None
-    source: Tensors
-    target: Tensors
+    source: EndTensors
+    target: EndTensors
     optimizer: bool
     changed_only: bool
     bucket: int
@@ -144,7 +158,7 @@ class _Ends:
         try:
             if type(bucket_bytes) is not int or bucket_bytes < 1:
                 title = f"`bucket_bytes` must be a positive whole number, not {bucket_bytes!r}"
-                raise not_taken(title, "leave it out: buckets of 64 MiB")
+                raise end_refusal(title, "leave it out: buckets of 64 MiB")
             ends = [_end(one, optimizer) for one in (a, b)]
             layouts = [one.layout() if one is not None else None for one in ends]
         except Refusal as refusal:
@@ -157,11 +171,11 @@ class _Ends:
             if odd is not None:
                 raise Refusal(odd)
         if len({each[-1] for each, _ in everyone}) > 1:
-            raise not_taken(
+            raise end_refusal(
                 "ranks have called `transfer` with different options",
                 "give the same `optimizer`, `changed_only` and `bucket_bytes` on all ranks",
             )
-        size = comm.here().size
+        size = comm.current_world().size
         sides = [
             _side([(each[1][k], ranks) for each, ranks in everyone], size, "ab"[k]) for k in (0, 1)
         ]
@@ -184,7 +198,9 @@ class _Ends:
         with ExitStack() as stack:
             for end in (self.a, self.b) if self.optimizer else ():
                 if isinstance(end, ProgramEnd) and end.program.offloaded is not None:
-                    stack.enter_context(end.program.offloaded.home(end.program.optimizer))
+                    stack.enter_context(
+                        end.program.offloaded.load_peer_state(end.program.optimizer)
+                    )
             yield
 
     def move(self) -> Transferred:
@@ -194,14 +210,14 @@ class _Ends:
         _check_tied_values(self.a, self.source, self.target)
         optim, state = self._moments(names)
         here, there = self._local(state)
-        moved = {name: self.source.lying[at] for name, at in names.items()}
+        moved = {name: self.source.layouts[at] for name, at in names.items()}
         digests = self._digests(here, there, names) if self.changed_only else ({}, {})
         if self.changed_only and self.before:
             changed = self._changed(digests, names)
             moved = {name: one for name, one in moved.items() if name in changed}
-        wanted = {name: self.target.lying[name] for name in moved}
+        wanted = {name: self.target.layouts[name] for name in moved}
         try:
-            found, done = move(
+            found, done = redistribute_tensors(
                 moved,
                 wanted,
                 lambda name: here[names[name]],
@@ -209,29 +225,31 @@ class _Ends:
                 self.bucket,
                 self.device,
             )
-        except Uncovered as odd:
+        except UncoveredElements as odd:
             raise _uncovered_refusal(odd) from None
         self._finish(optim, state)
         if self.changed_only:
             self._remember(digests, there, moved)
         return _result_of(found, done, bucket_size(self.bucket), len(names) - len(moved))
 
-    def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
+    def _moments(
+        self, names: dict[str, str]
+    ) -> tuple[SavedOptimizer, dict[tuple[str, str], Tensor]]:
         """Return the optimizer state of `a` and tensors for it in `b`; add its names to `names`."""
         if not self.optimizer:
-            return Moments(), {}
+            return SavedOptimizer(), {}
         giving = self.a.program if isinstance(self.a, ProgramEnd) else None
         taking = self.b.program if isinstance(self.b, ProgramEnd) else None
-        optim = describe_moments(giving)
-        if not check_moments(taking, optim):
-            return Moments(), {}
+        optim = describe_optimizer(giving)
+        if not check_optimizer(taking, optim):
+            return SavedOptimizer(), {}
         for name, parts in optim.parts.items():
             for key, dtype in parts.items():
                 for side, at in ((self.source, names[name]), (self.target, name)):
-                    lies = TensorLayout(side.lying[at].sharding, size_of(dtype))
-                    side.lying[moment(name, key)] = lies
-                names[moment(name, key)] = moment(name, key)
-        return optim, self.b.blank(optim) if isinstance(self.b, ProgramEnd) else {}
+                    lies = TensorLayout(side.layouts[at].sharding, size_of(dtype))
+                    side.layouts[moment_name(name, key)] = lies
+                names[moment_name(name, key)] = moment_name(name, key)
+        return optim, self.b.allocate_state(optim) if isinstance(self.b, ProgramEnd) else {}
 
     def _local(
         self, state: Mapping[tuple[str, str], Tensor]
@@ -241,27 +259,27 @@ class _Ends:
         there = self.b.local() if self.b is not None else {}
         if state or self.optimizer and isinstance(self.a, ProgramEnd):
             here |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
-            there |= {moment(*key): local(value) for key, value in state.items()}
+            there |= {moment_name(*key): local_tensor(value) for key, value in state.items()}
         return here, there
 
-    def _finish(self, optim: Moments, state: Mapping[tuple[str, str], Tensor]) -> None:
+    def _finish(self, optim: SavedOptimizer, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Give `b` the step, the loss scale and the optimizer state of `a`, and drop old copies."""
         if self.optimizer:
             giving = self.a.program if isinstance(self.a, ProgramEnd) else None
             scale = giving.loss_scale if giving is not None else None
             plain = None
             if giving is not None:
-                plain = giving.step, scale.described() if scale is not None else None
+                plain = giving.step, scale.state() if scale is not None else None
             step, factor = next(one for one in comm.distinct_objects(plain) if one is not None)
             if isinstance(self.b, ProgramEnd):
                 taking = self.b.program
                 taking.step = step
                 if taking.loss_scale is not None:
-                    taking.loss_scale.put_back(factor)
+                    taking.loss_scale.restore(factor)
                 if optim.kind is not None:
-                    load_moments(taking, optim, state)
+                    load_optimizer(taking, optim, state)
         if self.b is not None:
-            self.b.taken()
+            self.b.drop_old_copies()
 
     # -- changed tensors only ----------------------------------------------------------------------
 
@@ -310,7 +328,7 @@ def _end(one: object, optimizer: bool) -> End | None:
     if isinstance(one, Program):
         return ProgramEnd(one)
     if optimizer:
-        raise not_taken(
+        raise end_refusal(
             f"`optimizer=True` goes between programs, and this is {kind_of(one)}",
             "leave `optimizer` out, or pass the program itself",
         )
@@ -318,17 +336,17 @@ def _end(one: object, optimizer: bool) -> End | None:
         return StateEnd(one.state_dict(keep_vars=True), one)
     if isinstance(one, Mapping):
         return StateEnd(one, next(iter(one.values()), None))
-    raise not_taken(
+    raise end_refusal(
         f"{kind_of(one)} cannot be an end of a transfer",
         "pass a program, a module, or a state dict of tensors; on a rank without a part, None",
     )
 
 
-def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> Tensors:
+def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> EndTensors:
     """Return the tensors of one end from its (layout, ranks) pairs.  Raises Refusal S642."""
     there = [(one, ranks) for one, ranks in layouts if one is not None]
     if not there:
-        raise not_taken(
+        raise end_refusal(
             f"no rank has passed `{which}`",
             "pass it on each rank that has a part of it, and None on the others",
         )
@@ -336,13 +354,13 @@ def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str
         return state_tensors(there, world)
     first = there[0][0]
     if not isinstance(first, ProgramLayout) or any(one != first for one, _ in there):
-        raise not_taken(
+        raise end_refusal(
             f"ranks have passed different things as `{which}`",
             "pass the same program on all of its ranks, or state dicts on all",
         )
     passed = sorted(rank for _, ranks in there for rank in ranks)
     if passed != sorted(first.ranks):
-        raise not_taken(
+        raise end_refusal(
             f"the program `{which}` is of ranks {_list_ranks(first.ranks)}, and was passed on"
             f" {_list_ranks(passed)}",
             "pass it on all ranks that it was built on",
@@ -354,27 +372,27 @@ def _list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _match_names(source: Tensors, target: Tensors) -> dict[str, str]:
+def _match_names(source: EndTensors, target: EndTensors) -> dict[str, str]:
     """Return the name in `a` of each tensor of `b`.  Raises Refusal S634 or S635."""
     found: dict[str, str] = {}
     others: dict[str, list[str]] = {}
-    for other, name in target.also.items():
+    for other, name in target.aliases.items():
         others.setdefault(name, []).append(other)
-    for name in target.lying:
-        known = (source.name(one) for one in (name, *others.get(name, ())))
+    for name in target.layouts:
+        known = (source.name_of(one) for one in (name, *others.get(name, ())))
         if (at := next((one for one in known if one is not None), None)) is not None:
             found[name] = at
-    missing = [name for name in target.lying if name not in found]
-    aliases = {source.name(one) for one in target.also}
-    unknown = [name for name in source.lying if name not in {*found.values(), *aliases}]
-    notes = (f"missing in `a`: {quoted(missing)}",) * bool(missing)
-    notes += (f"not in `b`: {quoted(unknown)}",) * bool(unknown)
+    missing = [name for name in target.layouts if name not in found]
+    aliases = {source.name_of(one) for one in target.aliases}
+    unknown = [name for name in source.layouts if name not in {*found.values(), *aliases}]
+    notes = (f"missing in `a`: {quote_names(missing)}",) * bool(missing)
+    notes += (f"not in `b`: {quote_names(unknown)}",) * bool(unknown)
     if notes:
         title, help_ = "the two ends have different tensors", "transfer between ends of one model"
         raise Refusal.of("S634", title, notes=notes, helps=(help_,))
     for name, at in found.items():
         ours, theirs = (
-            f"{side.dtypes[one]}{[*side.lying[one].sharding.shape]}"
+            f"{side.dtypes[one]}{[*side.layouts[one].sharding.shape]}"
             for side, one in ((target, name), (source, at))
         )
         if ours != theirs:
@@ -384,22 +402,22 @@ def _match_names(source: Tensors, target: Tensors) -> dict[str, str]:
     return found
 
 
-def _check_ties(source: Tensors, target: Tensors) -> None:
+def _check_ties(source: EndTensors, target: EndTensors) -> None:
     """Refuse programs of models with different ties (S642)."""
-    if source.program and target.program and source.also != target.also:
-        odd = min(set(source.also.items()) ^ set(target.also.items()))
-        where = "a" if odd in source.also.items() else "b"
-        raise not_taken(
+    if source.program and target.program and source.aliases != target.aliases:
+        odd = min(set(source.aliases.items()) ^ set(target.aliases.items()))
+        where = "a" if odd in source.aliases.items() else "b"
+        raise end_refusal(
             f"`{odd[0]}` and `{odd[1]}` are one tensor in `{where}` only",
             "transfer between programs of the same model",
         )
 
 
-def _check_tied_values(end: End | None, source: Tensors, target: Tensors) -> None:
+def _check_tied_values(end: End | None, source: EndTensors, target: EndTensors) -> None:
     """Refuse to copy different tensors of `a` into one tied tensor of `b` (S642)."""
     separate = []
-    for other, name in target.also.items():
-        at, to = source.name(name), source.name(other)
+    for other, name in target.aliases.items():
+        at, to = source.name_of(name), source.name_of(other)
         if at is not None and to is not None and at != to:
             separate.append((name, other, at, to))
     if not separate:
@@ -412,7 +430,7 @@ def _check_tied_values(end: End | None, source: Tensors, target: Tensors) -> Non
     ]
     if odd := next(filter(None, comm.distinct_objects(odd)), []):
         name, other = odd[0]
-        raise not_taken(
+        raise end_refusal(
             f"`{name}` and `{other}` are one tensor in `b`, and two that differ in `a`",
             "transfer to a model in which they are not tied",
         )
@@ -422,13 +440,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _uncovered_refusal(odd: Uncovered) -> Refusal:
+def _uncovered_refusal(odd: UncoveredElements) -> Refusal:
     if odd.missing:
-        return not_taken(
+        return end_refusal(
             f"parts of `{odd.name}` of `a` are on no rank",
             "pass `a` on all ranks that have a part of it",
         )
-    return not_taken(
+    return end_refusal(
         f"parts of `{odd.name}` of `a` overlap on several ranks without being equal",
         "pass full tensors, or DTensors over one mesh",
     )
@@ -437,86 +455,89 @@ def _uncovered_refusal(odd: Uncovered) -> Refusal:
 def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     """Return the device of buckets: the tensors' accelerator if its backend can send from there."""
     for kind in sorted(kinds):
-        if wire(torch.device(kind)) != devices.HOST:
+        if bucket_device(torch.device(kind)) != devices.HOST:
             own = [t.device for end in ends if end is not None for t in end.local().values()]
             mine = next((one for one in own if one.type == kind), None)
-            return mine if mine is not None else comm.here().device_for(torch.device(kind))
+            return mine if mine is not None else comm.current_world().device_for(torch.device(kind))
     return devices.HOST
 
 
-def begin(program: Program, folder: str | os.PathLike[str]) -> None:
+def load_initial_values(program: Program, folder: str | os.PathLike[str]) -> None:
     """Read the values of a folder directly into the shards of a program that has no values yet."""
-    with comm.within(program.assembly.ranks.world.part):
+    with comm.enter_ranks(program.assembly.ranks.world.ranks_in_job):
         _read(folder, program, False, BUCKET, fresh=True)
 
 
-def is_of_before(program: Program, path: str | os.PathLike[str]) -> bool:
+def lacks_added_parameters(program: Program, path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint of `save` has none of the parameters that rows add to the model.
 
     All ranks must call this.  False for a checkpoint that cannot be read: loading it refuses later.
     """
-    changes, found = program.assembly.merges, False
+    changes, found = program.assembly.adapter_changes, False
     if changes and comm.rank() == 0:
         with suppress(*FAILURES):
-            index = steps.checked_index(*steps.to_load(steps.resolved(path)))
+            index = checkpoint_folders.checked_index(
+                *checkpoint_folders.find_checkpoint(checkpoint_folders.resolve_folder(path))
+            )
             names = [key.removeprefix("model.") for key in index.tensors if key[:6] == "model."]
             found = not any(_is_added_by(change, name) for change in changes for name in names)
     return comm.broadcast_object(0, found) if changes else False
 
 
-def _is_added_by(change: Adapting, name: str) -> bool:
+def _is_added_by(change: AdapterChange, name: str) -> bool:
     """Return whether a change adds this parameter to the model."""
     try:
-        return change.drawn(name) is not None
+        return change.initializer_of(name) is not None
     except Refusal:  # added, but other parameters must have values before it is initialised
         return True
 
 
-def _without_added(program: object, source: Tensors, target: Tensors) -> Tensors:
+def _without_added(program: object, source: EndTensors, target: EndTensors) -> EndTensors:
     """Return a program's tensors without added parameters that a folder does not have.
 
     These keep their initial values.  Raises Refusal S623 for initial values that depend on values
     of the folder.
     """
     assert isinstance(program, Program)
-    changes = program.assembly.merges
+    changes = program.assembly.adapter_changes
     own = {
         name
-        for name in target.lying
-        if source.name(name) is None and any(change.drawn(name) is not None for change in changes)
+        for name in target.layouts
+        if source.name_of(name) is None
+        and any(change.initializer_of(name) is not None for change in changes)
     }
-    return replace(target, lying={n: one for n, one in target.lying.items() if n not in own})
+    return replace(target, layouts={n: one for n, one in target.layouts.items() if n not in own})
 
 
 def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read a folder into `b`; no tensors are sent between ranks."""
     if len({str(one) for one in comm.distinct_objects(a)}) > 1:
-        raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
+        raise end_refusal("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
-        together(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
+        run_on_all_ranks(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
     elif optimizer:
-        together(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
+        run_on_all_ranks(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
     ends = _Ends.met({}, b, False, False, bucket)
-    end, world = ends.b, comm.here()
+    end, world = ends.b, comm.current_world()
     done = Traffic()
     if not optimizer:
         module, parts = _model(b)
-        path, wanted = Path(os.path.realpath(a)), (*ends.target.lying, *ends.target.also)
-        folder = together(
-            lambda: opened(path, wanted, module, parts, ends.bucket, fresh),
+        path, wanted = Path(os.path.realpath(a)), (*ends.target.layouts, *ends.target.aliases)
+        folder = run_on_all_ranks(
+            lambda: open_folder(path, wanted, module, parts, ends.bucket, fresh),
             partial(_read_diagnostic, path),
             (Exception,),
         )
-        source = tensors_of(folder, world.size)
+        source = folder_tensors(folder, world.size)
         target = _without_added(b, source, ends.target) if fresh else ends.target
         names = _match_names(source, target)
         local = end.local() if end is not None else {}
         diagnose = partial(_read_diagnostic, path)
-        done.copied = fill(folder, names, ends.target, local, world.rank, diagnose)
+        done.copied = read_folder(folder, names, ends.target, local, world.rank, diagnose)
         if end is not None:
-            end.taken()
-    none = route((), world.size)
-    return replace(_result_of(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+            end.drop_old_copies()
+    none = find_route((), world.size)
+    return replace(_result_of(none, done, ends.bucket, 0), tensors=len(ends.target.layouts))
 
 
 def _model(b: object) -> tuple[nn.Module | None, bool]:
@@ -529,10 +550,12 @@ def _model(b: object) -> tuple[nn.Module | None, bool]:
 
 
 def _read_diagnostic(path: Path, error: BaseException) -> Diagnostic:
-    if no_memory(error):
-        return starved(path, error)
+    if is_out_of_memory(error):
+        return out_of_memory(path, error)
     helps = ("give a folder that `program.save`, `program.export` or `save_pretrained` wrote",)
-    return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
+    return Diagnostic(
+        "S633", f"cannot read `{path}`", notes=(describe_failure(error),), helps=helps
+    )
 
 
 def _result_of(found: Route, done: Traffic, bucket: int, left: int) -> Transferred:

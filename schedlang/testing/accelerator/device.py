@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from schedlang.runtime.adapters.torch_tensor import assignable
+from schedlang.runtime.adapters.torch_tensor import patch_data_assignment
 
 LIBRARY = "schedlang_simulated_accelerator"
 SOURCES = Path(__file__).with_name("csrc")
@@ -286,4 +286,4 @@ def _assignable(core: Any) -> None:
         plain = type(a) in (torch.Tensor, torch.nn.Parameter)
         return plain and {a.device.type, b.device.type} == {"cpu", NAME}
 
-    assignable(across, core.shallow_set)
+    patch_data_assignment(across, core.shallow_set)

@@ -1,10 +1,10 @@
 """The command: python -m schedlang.testing.gpu [--quick] [--only PART[:CASE]] [--json] [--out FILE]
 
-Examines a GPU, in ten minutes at most (`--quick`: three), and writes what it found as a page. Ends
-with 0 if all is well, 1 if something is wrong or failed, 3 if no time was left for something, 2 if
-there is no GPU: then nothing is written. `--device cpu` and `--device sim` rehearse it without one,
-on tiny shapes, in ten times the time at most: all but the times, and but what is compiled for GPUs;
-a page is then written only where `--out` says.
+Examines a GPU in at most ten minutes (`--quick`: three), and writes what it found as a page. The
+exit code is 0 if all is well, 1 if something is wrong or failed, 3 if there was no time left for
+some case, and 2 if there is no GPU; then nothing is written. `--device cpu` and `--device sim`
+rehearse it without a GPU, on tiny shapes, in at most ten times the time: everything except the
+times, and except what is compiled for GPUs. A rehearsal writes a page only where `--out` says.
 """
 
 from __future__ import annotations

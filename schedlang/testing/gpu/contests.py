@@ -24,8 +24,8 @@ from schedlang.kernels import (
     norm,
     rope,
 )
-from schedlang.kernels.check import Comparison, compare
-from schedlang.runtime.rowwise_kernels.operator import apply, declare
+from schedlang.kernels.check import Comparison, compare_tensor
+from schedlang.runtime.rowwise_kernels.rowwise_operator import apply_function, declare_function
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 
 Function = Callable[..., Any]  # from leaves to a tensor or several
@@ -123,7 +123,7 @@ def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -
     ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))
     exact = results_of(contest.ways["eager"], [leaf.double() for leaf in leaves])
     names = [f"{contest.name} {place}" for place in range(len(ours))]
-    return [compare(*each) for each in zip(names, ours, eager, exact, strict=True)]
+    return [compare_tensor(*each) for each in zip(names, ours, eager, exact, strict=True)]
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -224,7 +224,7 @@ def contests(sizes: Sizes) -> Iterator[Contest]:
         sizes,
         "swiglu",
         (line, line),
-        lambda a, b: gated.gated(a, b, "silu"),
+        lambda a, b: gated.gated_product(a, b, "silu"),
         lambda a, b: F.silu(a) * b,
         liger=liger_of("liger_swiglu"),
     )
@@ -293,7 +293,7 @@ def _rotation(sizes: Sizes) -> Contest:
         sizes,
         "rope",
         tuple((1, tokens, n, width) for n in sizes.heads),
-        lambda q, k: rope.rope(q, k, cos, sin, width, form),
+        lambda q, k: rope.rotate(q, k, cos, sin, width, form),
         lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
         liger=theirs and liger,
     )
@@ -306,9 +306,9 @@ def chain(sizes: Sizes, rows: int, width: int) -> Contest:
     def plain(x: Tensor, r: Tensor, b: Tensor) -> Tensor:
         return r + F.gelu(x + b, approximate="tanh")
 
-    declare("schedlang.testing.gpu.chain", plain, "fp32")
+    declare_function("schedlang.testing.gpu.chain", plain, "fp32")
     line = (rows, width)
-    ours = lambda *given: apply("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
+    ours = lambda *given: apply_function("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
     return contest(sizes, "rowwise bias-gelu-residual", (line, line, (width,)), ours, plain)
 
 
@@ -326,7 +326,7 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
         return (lse - picked).mean()
 
     def chunked(x: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy.weighed(x, w, None, target, by, 0.0, form)
+        return linear_cross_entropy.weighted_loss(x, w, None, target, by, 0.0, form)
 
     def eager(x: Tensor, w: Tensor) -> Tensor:
         logits = F.linear(x, w)
@@ -348,7 +348,7 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
 def _attention(sizes: Sizes) -> Contest:
     """Return the contest of causal grouped-query attention: FlexAttention, and torch's fused
     kernel."""
-    rule = flex_attention.Rule(causal=True)
+    rule = flex_attention.ScoreRule(causal=True)
     heads, keys = sizes.heads
     shapes = tuple((2, n, sizes.length, sizes.size) for n in (heads, keys, keys))
 
@@ -360,8 +360,8 @@ def _attention(sizes: Sizes) -> Contest:
         sizes,
         "flex_attention",
         shapes,
-        lambda q, k, v: flex_attention.flex_attention(flex_attention.Query(q, k, v, rule)),
-        lambda q, k, v: flex_attention.reference(flex_attention.Query(q, k, v, rule)),
+        lambda q, k, v: flex_attention.flex_attention(flex_attention.AttentionCall(q, k, v, rule)),
+        lambda q, k, v: flex_attention.reference(flex_attention.AttentionCall(q, k, v, rule)),
         flops=flops,
         sdpa=fused,
     )
@@ -375,7 +375,7 @@ def _experts(sizes: Sizes) -> Contest:
         sizes,
         "grouped",
         ((rows, width), (experts, width, width)),
-        lambda x, w: grouped.grouped(x, w, ends, False),
+        lambda x, w: grouped.grouped_product(x, w, ends, False),
         lambda x, w: grouped.reference(x, w, ends, False),
         (1.0, width**-0.5),
         6.0 * rows * width**2,

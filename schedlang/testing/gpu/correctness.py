@@ -29,12 +29,12 @@ from schedlang.kernels import (
     rope,
 )
 from schedlang.kernels.check import Comparison
-from schedlang.kernels.device import INTERPRETED, note, triton
-from schedlang.kernels.flex_attention import Query, Rule, reference
+from schedlang.kernels.flex_attention import AttentionCall, ScoreRule, reference
+from schedlang.kernels.kernel_device import INTERPRETED, count_run, triton
 from schedlang.runtime.kernel_injection.blind_queries import (
-    hidden,
-    with_keys_of_blind,
-    without_blind,
+    add_blind_key_gradients,
+    find_hidden_keys,
+    replace_blind_queries,
 )
 from schedlang.testing.gpu import contests
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
@@ -132,14 +132,14 @@ class Blind(check.Case):
         q, k, v = lines = given["query"], given["key"], given["value"]
         mask = self._mask(q)
         if not kernel:
-            return reference(Query(q, k, v, Rule(), mask))
-        note("torch")
-        found, groups = hidden(mask), q.shape[1] // k.shape[1]
+            return reference(AttentionCall(q, k, v, ScoreRule(), mask))
+        count_run("torch")
+        found, groups = find_hidden_keys(mask), q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
-        seeing = without_blind(q, found)
+        seeing = replace_blind_queries(q, found)
         out = F.scaled_dot_product_attention(seeing, keys, values, found.mask)
         contiguous = out.transpose(1, 2).contiguous()
-        return with_keys_of_blind(contiguous, lines, found, None).transpose(1, 2)
+        return add_blind_key_gradients(contiguous, lines, found, None).transpose(1, 2)
 
     def _mask(self, like: Tensor) -> Tensor:
         rows, _, length, _ = self.shape

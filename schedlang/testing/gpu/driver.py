@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from schedlang.kernels.device import environment
+from schedlang.kernels.kernel_device import environment
 from schedlang.testing.gpu.case import PARTS, Case, Found, Part, Setup, Skipped, Wrong
 
 Say = Callable[[str], None]

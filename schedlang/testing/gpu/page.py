@@ -96,7 +96,8 @@ def counted(found: Sequence[Found]) -> str:
 def untold() -> str:
     """Return the page before any GPU has run the examination."""
     return f"""{_HEAD}
-**No GPU has run this yet**, so nothing is claimed here. What ran where:
+This page shows how to test schedlang on your GPU. **No GPU has run this yet**, so the page makes no
+claims. What ran where:
 
 | | |
 |---|---|
@@ -117,24 +118,28 @@ _HOW = """<!-- not played: it needs a GPU -->
 python -m schedlang.testing.gpu
 ```
 
-takes ten minutes at most (`--quick`: three) and writes this page: each part in processes of its own
-with a limit of time, so that what crashes or hangs is told and the rest goes on. `--only kernels`
-runs a part, `--only kernels:rms_norm` those of its cases that begin so, `--json` prints all
-numbers, `--out FILE` writes elsewhere. It ends with 1 if something is wrong or failed, with 3 if
-no time was left for something, with 2 if there is no GPU: then nothing is written. `--device cpu`
-and `--device sim` rehearse it on tiny shapes, with ten times the time: all but the times, and but
-what is compiled for GPUs.
+This command examines your GPU in at most ten minutes (`--quick`: three) and writes this page. Each
+part runs in its own processes with a time limit. If a part crashes or hangs, the page reports it,
+and the other parts go on.
+
+- `--only kernels` runs one part, `--only kernels:rms_norm` only its cases whose names begin so.
+- `--json` prints all numbers. `--out FILE` writes the page elsewhere.
+- `--device cpu` and `--device sim` rehearse it on tiny shapes, with ten times the time limits:
+  everything except the times, and except what is compiled for GPUs.
+
+The exit code is 1 if something is wrong or failed, 3 if there was no time left for some case, and
+2 if there is no GPU; then nothing is written.
 """
 _DESCRIPTIONS = {
-    "kernels": "each kernel's results and gradients, in three types, for ragged shapes and for"
-    " queries that see no key too: at most twice eager's error against float64",
-    "programs": "schedules of one rank in a world of NCCL, equal to the untouched model there",
+    "kernels": "each kernel's results and gradients, in three dtypes, also for ragged shapes and"
+    " for queries that see no key: at most twice the error of eager against float64",
+    "programs": "schedules of one rank in a group of NCCL, equal to the untouched model there",
     "ranks": "data, tensor, pipeline and context parallelism on one device, through gloo",
-    "compiled": "regions that inductor compiles, in training, and that they were compiled",
+    "compiled": "training with regions that inductor compiles, and that they were compiled",
     "offload": "copies to pinned memory and back, what they cost, and what they save",
-    "contests": "each kernel forward and backward beside eager, torch.compile and Liger, and the"
-    " least time that its bytes or multiplications need here",
-    "layers": "tokens per second and peak bytes of as many layers of Llama-8B as there is room for",
+    "contests": "each kernel's forward and backward compared with eager, torch.compile and Liger,"
+    " and with the least time that its bytes or multiplications need on this GPU",
+    "layers": "tokens per second and peak bytes of as many layers of Llama-8B as fit in memory",
 }
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
-from schedlang.kernels.check import compare
-from schedlang.kernels.device import INTERPRETED, runs, triton
+from schedlang.kernels.check import compare_tensor
+from schedlang.kernels.kernel_device import INTERPRETED, backend_runs, triton
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
@@ -306,7 +306,7 @@ def against(subject: Subject, shape: Shape, device: str, found: Seen) -> Told:
     exact = untouched(shape, device, torch.float64, subject.make)
     worst, where = 0.0, ""
     for name, value in found.items():
-        judged = compare(
+        judged = compare_tensor(
             name, _cast_like(value, eager[name]), eager[name], exact[name], times=TIMES
         )
         if not judged.ok:
@@ -349,7 +349,7 @@ def _compare_program(subject: Subject, setup: Setup) -> Told:
 
 
 def _count_kernel_runs() -> int:
-    return sum(count for name, count in runs().items() if name in ("triton", "interpreter"))
+    return sum(count for name, count in backend_runs().items() if name in ("triton", "interpreter"))
 
 
 # -- a world of one rank ---------------------------------------------------------------------------
@@ -383,8 +383,8 @@ def _check_collectives(setup: Setup) -> Told:
     world.all_reduce(one, group, largest=True, wait=False).wait()
     found["all_reduce of the largest"] = one
     for name, call in (
-        ("all_gather", world.GATHER),
-        ("reduce_scatter", world.SCATTER),
+        ("all_gather", world.ALL_GATHER),
+        ("reduce_scatter", world.REDUCE_SCATTER),
     ):
         found[name] = torch.empty_like(x)
         getattr(dist, call)(found[name], x, group=group)
@@ -449,10 +449,10 @@ def _run_on_ranks(subject: Subject, setup: Setup) -> Told:
 
 @cache
 def _pool() -> Any:
-    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
     from schedlang.runtime.launch.pool import Pool
 
-    return Pool(preload=(*BASE, *PROGRAMS))
+    return Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES))
 
 
 # -- regions that inductor compiles, in training ---------------------------------------------------
@@ -481,11 +481,11 @@ def compiled(setup: Setup) -> list[Case]:
 
 
 def _run_compiled(subject: Subject, setup: Setup) -> Told:
-    from schedlang.runtime.fusion.fuse import graphs, unavailable
+    from schedlang.runtime.fusion.fuse import count_graphs, why_unavailable
 
     if setup.device == "sim":
         raise Skipped("inductor does not compile for this device")
-    if (reason := unavailable()) and not setup.timed:
+    if (reason := why_unavailable()) and not setup.timed:
         raise Skipped(reason)
     cleared(setup.device)  # else regions compiled by an earlier case would be reused
     shape = shape_of(setup)
@@ -493,7 +493,7 @@ def _run_compiled(subject: Subject, setup: Setup) -> Told:
     found: Seen = {}
     for step, given in enumerate(batches(shape, setup.device)):
         found[f"loss {step}"] = program.train_step(given).detach().cpu()
-    made: Any = [graphs(module) for module in program.assembly.module.modules()]
+    made: Any = [count_graphs(module) for module in program.assembly.module.modules()]
     if not sum(made):
         raise Wrong("nothing was compiled: the regions ran eagerly")
     found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())

@@ -1,0 +1,115 @@
+"""Monitor collectives that a program never waits for, and low dtypes that it uses.
+
+The result of an asynchronous collective is valid only after its work was waited for. On a CPU a
+step may read a valid result without waiting, so values do not show the mistake, and the works of
+ranks are monitored. Functions of torch.distributed reach function modes like all others.
+
+Some of gloo's collectives read tensors in the order of memory, whatever their strides are, which is
+right only if all ranks have the same strides. Such calls are reported if something differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from schedlang.diagnostics.user_errors import OURS
+from schedlang.report import Gap, Row
+
+COLLECTIVES, WORK = "collectives", Work
+_UNWAITED_NOTE = "nobody waits for it: what it gives may be read before it is there"
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_LOW_DTYPES = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+_CAST_METHODS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
+_STRIDE_BLIND = {dist.scatter, dist.broadcast, dist.reduce}  # under gloo: pytorch#192920
+MONITORED = CASTS | _STRIDE_BLIND
+STRIDES_HELP = (
+    "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
+    "`.contiguous()`. The backward of `torch.distributed.nn.functional.all_gather` gives it such "
+    "ones under gloo, and goes another way under NCCL: a gather of one's own does not"
+)
+
+
+class MonitoredWork:
+    """A wrapped work; using any attribute counts as waiting."""
+
+    def __init__(self, work: Any, waited: Callable[[], object]) -> None:
+        self._work, self._waited = work, waited
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of a torch work."""
+        return WORK
+
+    def __getattr__(self, name: str) -> Any:
+        self._waited()
+        return getattr(self._work, name)
+
+
+class CallMonitor:
+    """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
+
+    `unwaited`  function and line of each work that was not waited for
+    """
+
+    def __init__(self) -> None:
+        self.unwaited: dict[int, tuple[str, str]] = {}  # work number -> function, line
+        self._numbers = itertools.count()
+        self.low_dtypes: set[str] = set()
+        self.strided: set[tuple[str, str]] = set()  # function, calling line
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record a call."""
+        dtype = kwargs.get("dtype") or _CAST_METHODS.get(func)
+        if dtype is None and func in CASTS:
+            dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
+        if dtype in _LOW_DTYPES:
+            self.low_dtypes.add(str(dtype).removeprefix("torch."))
+        if func in _STRIDE_BLIND:
+            several = [*args, *kwargs.values()]
+            given = [t for one in several for t in (one if isinstance(one, list) else [one])]
+            if any(isinstance(t, Tensor) and not t.is_contiguous() for t in given):
+                self.strided.add((func.__name__, _user_line()))
+
+    def monitor(self, func: Any, work: Any) -> Any:
+        """Wrap a function's work; a send is not wrapped, because its tensor is complete before."""
+        if func.__name__ == "isend":
+            return work
+        number = next(self._numbers)
+        self.unwaited[number] = func.__name__, _user_line()
+        return MonitoredWork(work, lambda: self.unwaited.pop(number, None))
+
+
+def _user_line() -> str:
+    """Return the user's line of the current call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        if not file.startswith((*OURS, _TORCH_FOLDER)):
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def unwaited_rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
+    """Yield a failing row for each line whose works are not waited for."""
+    for (name, line), ranks in unwaited.items():
+        said = f"`{name}` ({line})"
+        note = f"on rank {', '.join(map(str, ranks))} {_UNWAITED_NOTE}"
+        yield Row("", COLLECTIVES, said, float("inf"), 0.0, False, None, note)
+
+
+def low_dtype_gaps(low: set[str]) -> Iterator[Gap]:
+    """Yield a gap for each low dtype that float64 replaces."""
+    for dtype in sorted(low):
+        said = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
+        yield Gap(said, "roundings that add up, as of gradients that are added in few bits")

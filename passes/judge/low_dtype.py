@@ -1,0 +1,184 @@
+"""Compare a program in a low dtype, with gates from how far roundings move the original.
+
+For FP8, the original's matrix products take operands rounded to eight bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.passes.judge.discrete_choices import (
+    ChoiceRecorder,
+    ChoiceReplay,
+    drop_ambiguous_rows,
+)
+from schedlang.passes.judge.low_dtype_errors import CachedRuns
+from schedlang.passes.judge.program_rows import align_observations
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.trial import Trial
+from schedlang.passes.verify.conditioning import ErrorBounds
+from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Observation
+from schedlang.passes.verify.proof_case import Case, working_case
+from schedlang.passes.verify.working_dtype import error_bounds, split_undecided
+from schedlang.report import Row
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+FP8_MODEL_DTYPE = "bfloat16"  # dtype of all other operators
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+
+
+class FP8Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Round the operands of matrix products to FP8, with one scale for each tensor.
+
+    One scale for each tensor is the coarsest scaling that programs choose: scales for rows or
+    blocks round less. Inside `Nudged` each cast is off by one more rounding, in eight bits.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype: torch.dtype = getattr(torch, dtype)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        places = _PRODUCTS.get(func._overloadpacket.__name__, ())
+        given = [self._to_fp8(a) if k in places else a for k, a in enumerate(args)]
+        return func(*given, **(kwargs or {}))
+
+    def _to_fp8(self, value: Tensor) -> Tensor:
+        if not value.is_floating_point() or not value.numel():
+            return value
+        wide = value.float()
+        scale = wide.abs().amax() / torch.finfo(self._dtype).max
+        scale = torch.where(scale > 0, scale, 1.0)
+        return ((wide / scale).to(self._dtype).float() * scale).to(value.dtype)
+
+
+LOW_DTYPES = ("float32", "bfloat16", "float16")
+COPY_ROUNDINGS = 4.0  # roundings by which copies of one tensor on different ranks may differ
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of a comparison, the two observations, and what is undecided.
+
+    `own_choices`  the original in float64 with its own choices
+    bounds   the error bounds, in a low dtype
+    chosen   the final choices of the original's float64 run, in a low dtype
+    """
+
+    rows: Sequence[Row]
+    own_choices: Observation
+    expected: Observation
+    actual: Observation
+    bounds: ErrorBounds | None = None
+    chosen: ChoiceRecorder | None = None
+    undecided: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
+
+
+def cast_case(
+    dtype: str, case: Case, conditions: Sequence[Condition]
+) -> tuple[Case, list[Condition]]:
+    """Return the original and the conditions of a float64 judgement in another dtype.
+
+    `case` holds the original in its own dtype. A `dtype` of eight bits applies to operands of
+    products; the model is then stored in bfloat16. Refuses (S704) an unsupported dtype.
+    """
+    if dtype not in (*LOW_DTYPES, *FORMATS):
+        title = f"`{dtype}` is not a dtype that programs are judged in"
+        helps = (f"choose one of {', '.join((*LOW_DTYPES, *FORMATS))}, or none: float64",)
+        raise Refusal(Diagnostic("S704", title, helps=helps))
+    batches = tuple({id(batch): batch for one in conditions for batch in one.batches}.values())
+    working = working_case(replace(case, batches=batches, dtype=model_dtype(dtype)))
+    assert working is not None, "a judge in float64 is another"
+    low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
+    return working, [
+        replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in conditions
+    ]
+
+
+def model_dtype(dtype: str) -> str:
+    """Return the dtype in which a model is stored: bfloat16 if products are in eight bits."""
+    return FP8_MODEL_DTYPE if dtype in FORMATS else dtype
+
+
+def compare_low_dtype(
+    dtype: str, trial: Trial, conditions: Sequence[Condition], seen: Observation, record: RunRecord
+) -> Comparison:
+    """Compare what ranks computed in a dtype with the original's runs in that dtype.
+
+    If rows fail where roundings change choices, compare once more with the ranks' choices.
+    """
+
+    def against(
+        choosing: Callable[[int | None], ChoiceRecorder],
+    ) -> tuple[Observation, ErrorBounds]:
+        bounds = error_bounds(
+            trial.case.plan.model.model,
+            conditions,
+            trial.case.loss,
+            modes=trial.modes,
+            ranks=trial.world,
+            choosing=choosing,
+            rounding=rounding_mode(dtype),
+        )
+        expected, actual = align_observations(bounds.exact, seen, record)
+        run = CachedRuns(bounds.run)
+        return actual, replace(bounds, exact=expected, run=run, state=True)
+
+    routes = ChoiceReplay(record.choices)
+    actual, bounds = against(routes.mode)
+    first, facts = bounds.exact, list[tuple[str, str]]()
+    rows, unsure = split_undecided(bounds.rows(actual))
+    again = routes.with_rank_choices() if any(not row.ok for row in rows) else None
+    if again is not None:
+        actual, bounds = against(again.mode)
+        rows, unsure = split_undecided(bounds.rows(actual))
+        if again.alternatives and any(not row.ok for row in rows):
+            _, other = against(again.alternative_mode)
+            rows, more = drop_ambiguous_rows(rows, bounds.rows(other.exact))
+            unsure += more
+        facts = again.facts()
+    rows += [*_compare_counts(bounds.exact, actual), *_compare_copies(actual, dtype)]
+    chosen = (again or routes).exact
+    return Comparison(rows, first, bounds.exact, actual, bounds, chosen, unsure, facts)
+
+
+def rounding_mode(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the mode that rounds a run of the original besides its dtype."""
+    return partial(FP8Products, dtype) if dtype in FORMATS else contextlib.nullcontext
+
+
+def _compare_counts(expected: Observation, actual: Observation) -> Iterator[Row]:
+    """Yield rows for integers that no rounding changes: counted steps and batches."""
+    for key, want in expected.tensors.items():
+        counted = key.kind == "optimizer step" or key.kind in ("other state", HIDDEN_BUFFERS)
+        if want is None or not counted or key.kind in actual.missing:
+            continue
+        if want.is_floating_point() and (want.dim() or key.kind != "optimizer step"):
+            continue  # compared with its bound
+        got = actual.tensors.get(key)
+        ok = got is not None and torch.equal(got.double(), want.double())
+        error = 0.0 if ok else math.inf
+        yield Row(key.condition, key.kind, key.name, error, 0.0, ok, key.step)
+
+
+def _compare_copies(seen: Observation, dtype: str) -> list[Row]:
+    """Compare copies on different ranks: they may differ by a few roundings."""
+    gate = COPY_ROUNDINGS * torch.finfo(getattr(torch, model_dtype(dtype))).eps
+    return [
+        Row(key.condition, key.kind, key.name, error, gate, error <= gate, key.step)
+        for key, error in seen.replicas.items()
+    ]

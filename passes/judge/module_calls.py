@@ -1,0 +1,116 @@
+"""Record the module calls of one step: outputs or inputs, and gradients of the outputs.
+
+Used on both sides to find the first module that differs (`modules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.judge.layouts import local_tensor
+from schedlang.runtime.isolated_modules import CallFrame, tensors_of
+from schedlang.runtime.submodules import remove_hooks_after
+
+OutputKey = tuple[CallFrame, int]  # a module's call, and the number of its output
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: its float outputs, and the gradient of each output."""
+
+    outputs: list[Tensor]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RecordedStep:
+    """All module calls of a step, in the order of returns, and the order of their gradients."""
+
+    calls: dict[CallFrame, ModuleCall] = field(default_factory=dict)
+    backward_order: list[OutputKey] = field(default_factory=list)
+    autograd_outputs: dict[OutputKey, Tensor] = field(default_factory=dict)  # if requested
+    parameters: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of the original, if `autograd_outputs`
+
+    def tensor(self, at: OutputKey, back: bool = False) -> Tensor:
+        """Return an output, or the gradient with respect to the output."""
+        seen = self.calls[at[0]]
+        return seen.gradients[at[1]] if back else seen.outputs[at[1]]
+
+
+def record_step(
+    modules: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    *,
+    live: bool = False,
+    taken: bool = False,
+) -> RecordedStep:
+    """Run a step, and record the outputs of modules and the gradients of these outputs.
+
+    live   also store the output tensors themselves, with their autograd graph
+    taken  record the inputs instead of the outputs: the local part of a DTensor, as float64
+    """
+    run, turns = RecordedStep(), dict.fromkeys(modules, 0)
+
+    def hook(name: str) -> Any:
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() >= 0:
+                return  # a recomputation
+            frame = name, turns[name]
+            turns[name] += 1
+            if taken:
+                tensors = tensors_of((args, kwargs))[0]
+                numbers = [
+                    t for t in tensors if t.dim() and t.dtype != torch.bool and not t.is_complex()
+                ]
+                run.calls[frame] = ModuleCall(
+                    [local_tensor(t.detach()).clone().double() for t in numbers]
+                )
+                return
+            floats = [t for t in tensors_of(output)[0] if t.is_floating_point() and t.dim()]
+            with torch.no_grad():
+                run.calls[frame] = ModuleCall([_full_copy(t) for t in floats])
+            for k, tensor in enumerate(floats):
+                if live:
+                    run.autograd_outputs[frame, k] = tensor
+                if tensor.requires_grad:
+                    tensor.register_hook(_gradient_hook(run, frame, k))  # type: ignore[no-untyped-call]
+
+        return after
+
+    with remove_hooks_after(
+        m.register_forward_hook(hook(n), with_kwargs=True) for n, m in modules.items()
+    ):
+        step()
+    return run
+
+
+def record_settled_step(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> RecordedStep:
+    """Run a step twice; return the second record if the two called different modules.
+
+    A first step may also call modules on dummy inputs, to learn shapes, as pipelines do.
+    """
+    first, second = (record_step(modules, step) for _ in range(2))
+    return first if first.calls.keys() == second.calls.keys() else second
+
+
+def _gradient_hook(run: RecordedStep, frame: CallFrame, k: int) -> Callable[[Tensor], None]:
+    def note(gradient: Tensor) -> None:
+        with torch.no_grad():
+            run.calls[frame].gradients[k] = _full_copy(gradient)
+        run.backward_order.append((frame, k))
+
+    return note
+
+
+def _full_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, of a DTensor the full tensor."""
+    value = tensor.detach()
+    full = getattr(value, "full_tensor", None)
+    return (full() if full is not None else value).clone()

@@ -1,0 +1,272 @@
+"""Rows and gaps that only judged programs have, and assembly of the ranks' outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.judge.dropout_masks import OriginalDropout
+from schedlang.passes.judge.explanations import DROPOUT, INITIAL, SAVED
+from schedlang.passes.judge.layouts import ElementIndex
+from schedlang.passes.judge.program import check_optimizer
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.localize.diagnosis import is_close
+from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Key, Observation
+from schedlang.passes.verify.proof_case import Case
+from schedlang.report import Gap, Row
+
+OWN_OPTIMIZER = "own optimizer"
+MASK_ERRORS = "masks that differ between copies, or are alike where they should not be"
+CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
+
+
+def align_observations(
+    expected: Observation, actual: Observation, record: RunRecord
+) -> tuple[Observation, Observation]:
+    """Give both observations the same contents; mark what the program lacks as missing."""
+    missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
+    for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
+        missing |= set() if offer in record.offers else {kind}
+    if "clip" not in record.offers:
+        missing.add("gradient norm")
+    slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
+    if record.optimizer is not None:  # a wrapper may store its state elsewhere
+        missing |= slots - {k.kind for k in actual.tensors}
+    left = dict(actual.left_out)
+    tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
+    for key, want in expected.tensors.items():
+        if key.kind not in _OUTPUTS or key.kind in missing:
+            continue
+        parts = list(_rank_outputs(actual, key))
+        full = _assemble_output(parts, want) if want is not None else None
+        if full is not None:
+            tensors[key] = full
+        elif parts and want is not None and not _may_be_pieces(parts, want):
+            tensors[key] = parts[0]  # another shape: the row fails and shows both
+        else:
+            said = "parts of ranks do not make it"
+            left[key.name] = said if parts else "the program does not give it"
+    gone = {
+        k
+        for k in expected.tensors
+        if k.kind in ("other state", HIDDEN_BUFFERS)
+        and k.name in record.lost_buffers
+        and k not in tensors
+    }
+    sets = {
+        k: v if k.kind != "state_dict keys" else v - record.lost_buffers
+        for k, v in expected.sets.items()
+    }
+    wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
+    actual = replace(
+        actual,
+        tensors=tensors,
+        missing=missing,
+        left_out=left,
+        order=expected.order,
+        ties=expected.ties,
+    )
+    return replace(expected, tensors=wanted, sets=sets), actual
+
+
+_OUTPUTS = ("outputs", "training outputs")
+
+
+def _rank_outputs(actual: Observation, key: Key) -> Iterator[Tensor]:
+    """Yield ranks' values of an output, in the order of ranks."""
+    for rank in itertools.count():
+        value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
+        if value is None:
+            return
+        yield value
+
+
+def _assemble_output(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
+    """Assemble a full output from ranks' parts, equal parts once, in the arrangement that is right.
+
+    If no arrangement gives the right output, return the first with its shape.
+    """
+    alone: list[Tensor] = []
+    for part in parts:
+        if part.shape == want.shape:
+            return part.to(want.dtype, copy=True)
+        if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
+            alone.append(part)
+    found = [one for one in _arrangements(alone, len(want.shape)) if one.shape == want.shape]
+    right = (one for one in found if one.is_floating_point() and is_close(one, want.to(one.dtype)))
+    return next(right, found[0] if found else None)
+
+
+def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
+    """Yield concatenations of parts along a dim, interleaved along a dim, and as a 2-D grid."""
+    for dim in range(dims):
+        yield from _concatenate(parts, dim)
+        if len({part.shape for part in parts}) == 1 and parts[0].dim() > dim:
+            yield torch.stack([*parts], dim + 1).flatten(dim, dim + 1)
+    for count in (n for n in range(2, len(parts)) if len(parts) % n == 0):
+        runs = [parts[k : k + count] for k in range(0, len(parts), count)]
+        for outer, inner in itertools.permutations(range(dims), 2):
+            strips = [one for run in runs for one in _concatenate(run, inner)]
+            if len(strips) == len(runs):
+                yield from _concatenate(strips, outer)
+
+
+def _concatenate(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the concatenation along a dim, if the other sizes are equal."""
+    with contextlib.suppress(RuntimeError, IndexError):
+        yield torch.cat([*parts], dim)
+
+
+def _may_be_pieces(parts: Sequence[Tensor], want: Tensor) -> bool:
+    """Return whether parts may be pieces of a tensor, divided in an unknown way."""
+    fits = all(p.dim() == want.dim() for p in parts)
+    fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, want.shape))
+    return fits and sum(part.numel() for part in parts) >= want.numel()
+
+
+def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
+    """Yield a row for each parameter: whether ranks hold all of it with the given values."""
+    assert record.holdings is not None and record.initial is not None
+    for name, p in original.named_parameters():
+        value, lost = record.initial.get(name), record.holdings.missing.get(name, 0)
+        want = p.detach()
+        if lost or value is None:
+            note = f"{lost} of its {p.numel()} elements are on no rank"
+            note = "on no rank" if lost in (0, p.numel()) else note
+            yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
+            continue
+        error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
+        note = "" if error == 0 else CHANGED
+        if not error and (error := record.start_errors.get(name, 0.0)):
+            note = UNLIKE
+        yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
+
+
+def dropout_rows(drops: OriginalDropout, record: RunRecord) -> Iterator[Row]:
+    """Yield a row for each of the original's dropout modules: whether ranks drop there."""
+    lost = record.dropout_sites.missing_modules(drops)
+    for site in drops.sites:
+        note = "no rank drops there" if site in lost else record.masks.get(site, "")
+        if site in drops.off and not note:
+            continue
+        yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
+
+
+def saved_rows(
+    case: Case, actual: Observation, record: RunRecord, conditions: Sequence[Condition]
+) -> Iterator[Row]:
+    """Compare what the program saves with what its ranks hold, under the original's names.
+
+    The names are those by which the original loads its state. A state without any of them is not
+    examined if the program can load it.
+    """
+    if record.saved is None or (not record.saved and record.loaded is not None):
+        return
+    assert record.holdings is not None
+    condition = conditions[-1]
+    last = len(condition.batches) - 1
+    held = {
+        k.name: v
+        for k, v in actual.tensors.items()
+        if k.condition == condition.name
+        and k.step == last
+        and k.kind in ("parameters", "other state")
+    }
+    original = case.plan.model.model.state_dict()
+    by = ElementIndex(case.plan.model.model).aliases
+    for name in {**original, **record.saved}:
+        if name in record.lost_buffers:
+            continue
+        want = held.get(name)
+        if want is not None and name in original:
+            # parameters are assembled in float64; buffers are those of the first rank
+            wide = torch.promote_types(want.dtype, original[name].dtype)
+            want = want.to(record.holdings.dtypes.get(name, wide))
+        value = record.saved.get(name)
+        if value is None and record.loaded is not None:  # one name of a tied weight is enough
+            tied = (n for n in record.saved if name in by and by.get(n) == by[name])
+            value = record.saved.get(next(tied, name))
+        note = _describe_change(want, value)
+        error = math.inf if note else 0.0
+        yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
+
+
+def dropout_gaps(drops: OriginalDropout, record: RunRecord) -> Iterator[Gap]:
+    """Yield gaps of dropout and of other random numbers."""
+    for name in sorted(record.dropout_sites.unknown):
+        said = f"dropout of `{name}` (its part of the whole is not known)"
+        yield Gap(said, "dropout that is wrong there")
+    for site, function in drops.others:
+        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
+        yield Gap(said, "random numbers that are used wrongly")
+    if drops.sites and record.compiled:
+        yield Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks")
+    if drops.sites:
+        yield Gap("masks of its own (the original's are given)", MASK_ERRORS)
+
+
+def saved_gaps(record: RunRecord) -> tuple[Gap, ...]:
+    """List gaps of saved state, for what the program does not offer."""
+    if "state_dict" not in record.offers:
+        return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
+    if record.loaded is None:
+        return (Gap("loading saved state (`load` not offered)", "state that is lost in it"),)
+    gaps: tuple[Gap, ...] = record.loaded.gaps
+    return gaps
+
+
+def _describe_change(want: Tensor | None, value: Tensor | None) -> str:
+    """Describe how a saved tensor differs from the held one; "" if it does not."""
+    if value is None or want is None:
+        return "lost" if value is None else "extra"
+    if value.shape != want.shape or value.dtype != want.dtype:
+        here, there = ((v.dtype, tuple(v.shape)) for v in (value, want))
+        return f"{here[0]} {here[1]} instead of {there[0]} {there[1]}"
+    return "" if torch.equal(value, want) else "differs"
+
+
+def check_made_optimizer(optimizer: Any) -> Any:
+    """Wrap a program's optimizer for the original; it refuses (S767) a function that makes none."""
+    where = "in the process of the original, which has no ranks"
+    return lambda named: check_optimizer(optimizer(named), where)
+
+
+def adopt_optimizer(
+    conditions: Sequence[Condition], seen: Observation, record: RunRecord
+) -> tuple[list[Condition], Observation]:
+    """Return the original's conditions, and the observation under the names of these conditions.
+
+    The original uses the program's own optimizer, if there is one, and parameters under the names
+    of their groups: parameters that a program fuses share one weight decay.
+    """
+    assert record.holdings is not None
+    groups, conditions = record.holdings.groups, list(conditions)
+    if record.optimizer is not None:
+        own = pickle.loads(record.optimizer)
+        names = {
+            one.name: OWN_OPTIMIZER + ", clipped" * ("clipped" in one.name) for one in conditions
+        }
+        conditions = [
+            replace(one, name=names[one.name], optimizer=check_made_optimizer(own))
+            for one in conditions
+        ]
+
+        def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
+            return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
+
+        parts = ("tensors", "sets", "replicas")
+        named: dict[str, Any] = {part: renamed(getattr(seen, part)) for part in parts}
+        seen = replace(seen, **named)
+
+    def grouped(optimizer: Any) -> Any:
+        return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
+
+    return [replace(one, optimizer=grouped(one.optimizer)) for one in conditions], seen

@@ -1,0 +1,459 @@
+"""Build the runtime parts of a step on this rank; called by `build` in a fixed order.
+
+* Sliced state (fully_shard), gradient reductions, compressed reductions.
+* The pipeline: stages, their process groups, stand-ins for units of other stages.
+* Offloaded parameters, gradients and optimizer state, and the modules that fetch them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from schedlang.ir.features import Injected
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze.holdings import (
+    Reduction,
+    gathers_by_rows,
+    sliced_names_by_unit,
+    slicing_axes_of,
+    state_slicing,
+)
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.analyze.residence import (
+    HELP_STATE_ON_HOST,
+    group_into_rounds,
+    refuse_peer,
+    streamed_units,
+    tier_of_unit,
+    tiers_of,
+)
+from schedlang.passes.partition.staging import Staged, are_nested, local_skeleton, peer_stores
+from schedlang.passes.propagate.casts import gather_dtype
+from schedlang.passes.propagate.sequence_trials import install_attention, slices_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from schedlang.passes.lower.build import Builder
+    from schedlang.runtime.assembly import WeightFunction
+    from schedlang.runtime.checkpointing.holdings import Holding
+    from schedlang.runtime.comm.collectives import RankGroups
+    from schedlang.runtime.grad_reduction.compressed import Compressor
+    from schedlang.runtime.grad_reduction.gradient import GradientReduction
+    from schedlang.runtime.grad_reduction.zero import ShardedStage
+    from schedlang.runtime.offload.offloaded_step import (
+        OffloadedState,
+        OffloadedStorage,
+        ParameterTiers,
+        PeerState,
+    )
+    from schedlang.runtime.offload.streamed_parameters import StreamedParameter, Window
+    from schedlang.runtime.pipeline.executor import Pipeline
+    from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
+    from schedlang.runtime.pipeline.stage import Stub
+    from schedlang.runtime.storage.tiers import ScratchFiles
+
+
+def slice_state(
+    plan: Plan, module: nn.Module, ranks: RankGroups, prepared: Prepared
+) -> dict[int, ShardedStage]:
+    """Apply fully_shard to the units of each stage of this rank; return the slices by stage."""
+    from schedlang.runtime.grad_reduction.zero import ShardedStage, ShardedUnit, join_stages
+
+    staged, holdings = prepared.staged, prepared.holdings
+    sliced, _ = state_slicing(plan)
+    if sliced is None:
+        return {}
+    axes = plan.mesh.fold(sliced.axes)
+    every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
+    meshes = {over: ranks.device_mesh(over) for over in every}  # created by all ranks, in one order
+    ignored = {
+        p
+        for n, p in module.named_parameters()
+        if not holdings[n].sliced or not holdings[n].is_held(plan.mesh, ranks.rank)
+    }
+    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
+    reached = prepared.traced.reached_parameters
+    # where values choose among modules, a later batch may reach other parameters
+    anywhere = bool(prepared.traced.varying_modules)
+    met = {p for n, p in module.named_parameters() if anywhere or n in reached}
+    out = {}
+    for stage in staged.stages_at(place):
+        asked = prepared.traced.reads_values
+        out[stage] = one = ShardedStage(sliced.stage, meshes[axes], ignored, sliced.reshard, asked)
+        for fqn, names in sliced_names_by_unit(plan, staged, holdings, stage).items():
+            over, tier = slicing_axes_of(holdings, names) or axes, tier_of_unit(plan, fqn, names)
+            low = gather_dtype(plan, names)
+            overwrites = fqn in prepared.traced.overwriting_modules
+            unit = ShardedUnit(not fqn, _has_late_compute(plan, fqn), tier, low, overwrites)
+            one.add_unit(module.get_submodule(fqn), meshes[over], unit, met)
+        one.prefetch(sliced.prefetch)
+    if staged.axis is not None:
+        join_stages(list(out.values()))
+    return out
+
+
+def _has_late_compute(plan: Plan, fqn: str) -> bool:
+    """Return whether a kernel inside this module computes after the module's forward."""
+    late = (action for action, row in plan.rows_with(Injected) if row.waits)
+    return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
+
+
+def build_reductions(
+    plan: Plan, planned: Sequence[Reduction], found: Mapping[str, nn.Parameter], ranks: RankGroups
+) -> tuple[GradientReduction, ...]:
+    """Return the gradient reductions of this rank after the last backward.
+
+    All ranks create all process groups, in one order.
+    """
+    from schedlang.runtime.grad_reduction.gradient import GradientReduction
+
+    sums = []
+    if data := plan.data_axes:
+        for axes in (data, plan.row_axes, plan.context_axes):
+            ranks.group(axes)  # created on all ranks, although only some gather outputs over it
+    for one in planned:
+        names = tuple(name for name in one.names if name in found)
+        if one.stages is not None:  # every rank takes part in creating these groups
+            ends = sorted(one.stages)
+            groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
+            group = ranks.subset(one.axes[0], groups)
+        else:
+            group = ranks.group(one.axes)
+            if one.kind == "replicas" and plan.find_overlap("gradients"):
+                # begins during a backward, which sends on the other group
+                group = replace(group, pg=ranks.another_group(one.axes, "early"))
+        if one.kind != "compressed" and group is not None and names:
+            sums.append(GradientReduction(group, names, one.kind, one.bucket))
+    return tuple(sums)
+
+
+def build_compressor(
+    plan: Plan,
+    planned: Sequence[Reduction],
+    holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter],
+    ranks: RankGroups,
+) -> Compressor | None:
+    """Return the compressor of this rank's gradients; None without a compressed reduction."""
+    from schedlang.runtime.checkpointing.holdings import zero_padding
+    from schedlang.runtime.grad_reduction.compressed import Compressor
+
+    how, one = plan.compression, next((one for one in planned if one.kind == "compressed"), None)
+    if how is None or one is None:
+        return None
+    names = tuple(name for name in one.names if name in found)
+
+    def clean(name: str, part: Tensor) -> Tensor:
+        return zero_padding(part, holdings[name], plan.mesh, ranks.rank)
+
+    return Compressor(how.codec, ranks.group(one.axes), names, clean)
+
+
+Loss = Callable[..., Any]
+
+
+def build_pipeline(
+    plan: Plan,
+    module: nn.Module,
+    ranks: RankGroups,
+    prepared: Prepared,
+    loss: Loss | None,
+    weight: WeightFunction | None,
+    sliced: Mapping[int, Any],
+) -> Pipeline:
+    """Return the pipeline of this rank: its stages and the timeline of the plan.
+
+    `sliced`: the slices of `zero`, by stage.
+    """
+    from schedlang.pipeline.timeline.table import Kind
+    from schedlang.runtime.adapters.torch_compile import keep_buffers
+    from schedlang.runtime.grad_reduction.zero import gather_handlers
+    from schedlang.runtime.pipeline.executor import Pipeline
+    from schedlang.runtime.pipeline.stage import Stage
+    from schedlang.runtime.tracing.units import CallSwitch
+
+    staged, device = prepared.staged, ranks.device
+    slices = None
+    if prepared.slicing is not None:
+        slices = slices_of(prepared.slicing, module, prepared.traced, weight)
+    halves: Mapping[int, Mapping[str, Any]] = {}
+    if (staged.timeline.kind == Kind.W).any():
+        late = _late_parameters(plan)
+        each = range(staged.cut.stages)
+        halves = {
+            s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late} for s in each
+        }
+        keep_buffers()
+    if staged.axis is None:
+        stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
+        alone = (ranks.rank,)
+        return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
+    group = ranks.group(staged.axis)
+    up = ranks.message_group(staged.axis)
+    down = ranks.message_group(staged.axis, "down") if ranks.messages_may_deadlock else None
+    place = plan.mesh.index(ranks.rank, staged.axis)
+    switch = CallSwitch(module, staged.cut.graph.units)
+    stub = _stub_of(plan, prepared, ranks)
+    stages = {
+        s: Stage(
+            module,
+            staged.cut,
+            s,
+            switch=switch,
+            stub=stub,
+            loss=loss,
+            **halves.get(s, {}),
+            through=sliced[s].run_forward if s in sliced else None,
+        )
+        for s in staged.stages_at(place)
+    }
+    return Pipeline(
+        stages,
+        staged.timeline,
+        group.ranks,
+        place,
+        group=up,
+        down=down,
+        device=device,
+        lookahead=plan.receive_ahead,
+        slices=slices,
+        parks=_eviction_groups(staged, ranks),
+        picked=bool(peer_stores(plan, "activations")),
+        handlers=gather_handlers(sliced) if gathers_by_rows(plan, staged) else None,
+    )
+
+
+class _LastStub(threading.local):
+    """The last stand-ins made in a thread, with plan and preparation: ranks may be threads."""
+
+    made: tuple[ref[Plan], ref[Prepared], Stub] | None = None
+
+
+_last = _LastStub()
+
+
+def _stub_of(plan: Plan, prepared: Prepared, ranks: RankGroups) -> Stub:
+    """Return stand-ins for units of other stages; programs of one preparation share them."""
+    from schedlang.runtime.pipeline.stage import Stub
+
+    if _last.made is not None:
+        of, ready, known = _last.made
+        if of() is plan and ready() is prepared:
+            return known
+    of, ready, cut = ref(plan), ref(prepared), prepared.staged.cut
+
+    def copied() -> nn.Module:
+        plan, prepared = of(), ready()
+        assert plan is not None and prepared is not None, "a proof holds what it proves"
+        skeleton = local_skeleton(plan, prepared.traced)
+        install_attention(plan, skeleton, prepared.tokens, ranks)
+        return skeleton
+
+    model, recorded = plan.model.model, prepared.staged.recorded
+    known_outputs = {} if recorded is None else recorded.outputs_for(model)
+    if prepared.outputs:  # known from a proof: the copy is hardly ever needed
+        made = Stub(model, cut, {**known_outputs, **prepared.outputs}, copied)
+    else:
+        made = Stub(copied(), cut, known_outputs)
+    if prepared.tokens is None:  # else the copy has process groups of this rank
+        _last.made = of, ready, made
+    return made
+
+
+def build_early_reductions(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+) -> OverlappedReduction | None:
+    """Return the reductions that begin before the step ends, if a row allows this; else None."""
+    from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
+
+    if plan.find_overlap("gradients") is None:
+        return None
+    if staged.axis is None:
+        return OverlappedReduction(found, sums, dict.fromkeys(found, frozenset([0])))
+    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
+    return OverlappedReduction(found, sums, stages)
+
+
+def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Return whether a stage's backward can run in two halves (input and weight gradients).
+
+    It cannot where weights are gathered, since they are freed before the second half, nor where
+    activations are recomputed, since each half would recompute all of them.
+    """
+    if stage in sliced:
+        return False
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.rows_changing(Facet.RECOMPUTE) for site in a.sites}
+    return not any(are_nested(unit, site) for unit in units for site in again)
+
+
+def _eviction_groups(staged: Staged, ranks: RankGroups) -> tuple[Any, ...]:
+    """Return the process groups for activations that are evicted to a partner rank."""
+    from schedlang.pipeline.timeline.table import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    groups = [ranks.message_group(staged.axis, f"parked {way}") for way in range(4)]
+    return (*groups, ranks.host_group(staged.axis, "parked sizes"))
+
+
+def _late_parameters(plan: Plan) -> frozenset[str] | None:
+    """Return the parameters whose gradients may be computed late, by all names; None: all."""
+    if plan.deferred_weight_grads is None:
+        return None
+    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.deferred_weight_grads)
+    return frozenset(
+        name
+        for fact in plan.model.unique_parameters.values()
+        for name in fact.names
+        if any(other.startswith(inside) for other in fact.names)
+    )
+
+
+def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
+    """Encode this rank's shards of quantized weights, and install decoding in their modules."""
+    from schedlang.runtime.offload.decoded_weights import decode_weight
+    from schedlang.runtime.storage.quantized_parameters import QuantizedParameter
+
+    facts = builder.plan.model
+    for name, parameter in found.items():
+        coding = facts.coding_of(name)
+        if coding is not None:
+            held = QuantizedParameter(parameter, coding)
+            for each in facts.parameters[name].names:
+                decode_weight(builder.at(each.rpartition(".")[0]), held)
+
+
+# -- offload ---------------------------------------------------------------------------------------
+
+
+def offload_state(
+    builder: Builder,
+    holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, ShardedStage],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> OffloadedState | None:
+    """Move this rank's parameters to their tiers; return None if everything stays on the device."""
+    from schedlang.runtime.adapters.fully_shard import ZeroSlice
+    from schedlang.runtime.offload.offloaded_step import OffloadedState
+    from schedlang.runtime.offload.streamed_parameters import Window
+    from schedlang.runtime.optim.full_tensor_step import dims_of, is_tensorwise
+    from schedlang.runtime.storage.offloaded_gradients import offload_gradients
+    from schedlang.runtime.storage.tiers import CPU, DISK, ScratchFiles
+
+    plan, staged = builder.plan, builder.staged
+    assert staged is not None, "a program that is built has stages"
+    disk = any(row.tier == DISK for row in plan.stores)
+    if not disk and all(row.what == "activations" for row in plan.stores):
+        return None
+    scratch, window = builder.shared("scratch", ScratchFiles), Window()
+    tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
+    homes = {**_offload_slices(found, sliced, scratch, tiers)}
+    homes |= _stream_parameters(builder, staged, found, window, scratch, tiers, frozenset(homes))
+    for tier, to in ((CPU, None), (DISK, scratch)):
+        leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
+        # fully_shard copies gradients to the tier of slices, and waits for this if there are hooks
+        shards = [p for n, p in leave.items() if n in homes and isinstance(homes[n], ZeroSlice)]
+        offload_gradients(leave.values(), to, shards if to is None else ())
+    dims = dims_of(holdings)
+    tensorwise = optimizer is None or is_tensorwise(optimizer, dims)
+    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
+    ring = build_peer(builder, found, tiers, optimizer, dims)
+    made = OffloadedState(found, tiers, homes, window, scratch, disk, files, tensorwise, ring)
+    made.check("the program was not built")
+    return made
+
+
+def _offload_slices(
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, ShardedStage],
+    scratch: ScratchFiles,
+    tiers: Mapping[str, ParameterTiers],
+) -> dict[str, OffloadedStorage]:
+    """Mark or write the slices that fully_shard gathers from the host or from disk."""
+    from schedlang.runtime.adapters.fully_shard import shards_of
+    from schedlang.runtime.storage.tiers import DEVICE, DISK, set_tier
+
+    held: dict[str, OffloadedStorage] = {}
+    shards = shards_of(unit for one in sliced.values() for unit in one.units)
+    for name, one in tiers.items():
+        shard = shards.get(found[name])
+        if shard is not None and one.parameter != DEVICE:
+            held[name] = shard
+            if one.parameter == DISK:
+                shard.set_home(scratch.store(shard.home))
+            else:
+                set_tier(shard.home, one.parameter)
+    return held
+
+
+def _stream_parameters(
+    builder: Builder,
+    staged: Staged,
+    found: Mapping[str, nn.Parameter],
+    window: Window,
+    scratch: ScratchFiles,
+    tiers: Mapping[str, ParameterTiers],
+    sliced: frozenset[str],
+) -> dict[str, OffloadedStorage]:
+    """Move unsliced parameters to their tiers, and install fetching in their modules."""
+    from schedlang.runtime.offload.streamed_parameters import StreamedParameter, stream_parameters
+    from schedlang.runtime.storage.tiers import DISK, host_copy
+
+    held: dict[str, StreamedParameter] = {}
+    for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
+        mine = [name for name in names if name in found and name not in sliced]
+        for name in mine:
+            if name not in held:
+                put = scratch.store if tiers[name].parameter == DISK else host_copy
+                held[name] = StreamedParameter(found[name], put(found[name].detach()))
+        if mine:
+            stream_parameters(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
+    return {**held}
+
+
+def build_peer(
+    builder: Builder,
+    found: Mapping[str, nn.Parameter],
+    tiers: Mapping[str, ParameterTiers],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+    dims: Mapping[str, int],
+) -> PeerState | None:
+    """Return this rank's end of the ring of peers; None without state on peers or an optimizer.
+
+    Refuses (S851) an optimizer that is not elementwise.
+    """
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.offload.offloaded_step import PeerState
+    from schedlang.runtime.optim.full_tensor_step import is_elementwise, is_tensorwise
+    from schedlang.runtime.storage.offloaded_gradients import local_tensor
+
+    rows = peer_stores(builder.plan, "optimizer")
+    if not rows or optimizer is None:
+        return None
+    if not (is_elementwise(optimizer, dims) and is_tensorwise(optimizer, dims)):
+        refuse_peer(
+            builder.plan,
+            rows[0],
+            "this optimizer is not elementwise",
+            "the state is moved back for only a few parameters at a time",
+            ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", HELP_STATE_ON_HOST),
+        )
+    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
+    sizes = [local_tensor(found[n]).nbytes for n in names]
+    turns = [[names[k] for k in turn] for turn in group_into_rounds(sizes)]
+    axis = rows[0].over
+    assert axis is not None
+    everyone = world.all_gather_object(len(turns))
+    group = replace(builder.ranks.group(axis), pg=builder.ranks.another_group(axis, "peer"))
+    most = max(everyone[rank] for rank in group.ranks)
+    return PeerState(group, found, turns, most, builder.ranks.host_group(axis, "peer sizes"))

@@ -1,0 +1,350 @@
+"""Critical path of a pipeline step: how often the longest path passes each stage.
+
+`price` multiplies these counts with seconds of operations.  1F1B and GPipe have closed forms; any
+other order is evaluated from its operations, level by level.  Many microbatches are extrapolated
+from few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.pipeline.schedules import OrderError
+from schedlang.pipeline.schedules import make_order as named
+from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
+
+Array = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPath:
+    """A path from the first operation to the last: how often it passes each stage.
+
+    forward, inputs, weights  counts of forwards, and of both halves of backwards [stages]; of an
+                              order that slices sequences [stages * slices]
+    sends                     transfers between ranks
+    """
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    sends: float
+
+    def seconds(self, forward: Array, inputs: Array, weights: Array, send: float) -> float:
+        """Return the seconds of the path, for operations that take so long."""
+        took = self.forward @ forward.ravel() + self.inputs @ inputs.ravel()
+        return float(took + self.weights @ weights.ravel() + self.sends * send)
+
+    def extrapolate(self, other: CriticalPath, often: float) -> CriticalPath:
+        """Extrapolate: add `often` times the difference between this path and the other."""
+        more = (
+            getattr(self, n) + often * (getattr(self, n) - getattr(other, n)) for n in PATH_FIELDS
+        )
+        return CriticalPath(*more)
+
+
+PATH_FIELDS = ("forward", "inputs", "weights", "sends")
+# microbatches that are evaluated before extrapolation: for each rank, and at least
+FEW, LEAST = 2, 16
+
+
+def find_critical_path(
+    order: str,
+    ranks: int,
+    chunks: int,
+    micro: int,
+    forward: Array,
+    inputs: Array,
+    weights: Array,
+    send: float,
+) -> CriticalPath:
+    """Find the critical path of a step of `micro` microbatches.
+
+    `forward`, `inputs` and `weights` are seconds of one microbatch at each stage, or of its slices
+    [stages, slices].  Raises OrderError for sizes that the order does not have, and for orders that
+    cannot be priced.
+    """
+    forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
+    backward, slices = inputs + weights, len(forward) // (ranks * chunks)
+    if ranks * chunks == 1:
+        each = np.full(slices, float(micro))
+        return CriticalPath(each, each, each, 0.0)
+    if chunks == slices == 1 and order in CLOSED_FORMS and micro > ranks:
+        return CLOSED_FORMS[order](forward, backward, micro, send)
+    period = -(-ranks // slices)
+    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
+
+    def path(count: int) -> CriticalPath:
+        network = _network(order, ranks, count, chunks, slices)
+        return network.longest(forward, inputs, weights, send)
+
+    if micro <= few + period:
+        return path(micro)
+    more = path(few + period)
+    return more.extrapolate(path(few), (micro - few - period) / period)
+
+
+# -- closed forms ----------------------------------------------------------------------------------
+
+
+def path_of_1f1b(forward: Array, backward: Array, micro: int, send: float) -> CriticalPath:
+    """Critical path of 1F1B: down all stages and up again, with rounds in between.
+
+    A rank runs one forward for each backward.  So a round goes down and up some consecutive stages,
+    and takes as many microbatches as there are such stages; microbatches that do not fill a round
+    pass the slowest of these stages.  Rounds begin after the first backward has come up from the
+    last stage, after a round of the stages below, or after the forwards that a rank starts with.
+    All of these paths exist, so the result is a lower bound; it is close to a simulated step.
+    """
+    times = forward + backward
+    count = len(times)
+    place, length = _windows(count)
+    total = np.concatenate([[0.0], np.cumsum(times)])
+    slowest = np.maximum.accumulate(np.where(length > 0, times, 0.0), 1)  # [first, last]
+    around = total[None, 1:] - total[:-1, None] + 2 * send * (length - 1)
+    below = np.where(place < count - 1, count - place, 0)  # microbatches of the first round
+    first = np.where(below > 0, total[-1] - total[:-1] + 2 * send * (count - 1 - place), 0.0)
+    every = total[-1] + 2 * send * (count - 1)
+    own = total[1:] + 2 * send * place + (count - 1 - place) * times
+
+    def ends(start: Array, left: Array) -> Array:
+        rounds, rest = np.divmod(left, np.maximum(length, 1))
+        found = start + rounds * around + rest * slowest
+        return np.where((length > 0) & (left >= 0), found, -1.0)
+
+    deep = ends(every + first, micro - 1 - below)
+    flat = ends(own, micro - count + place)
+    sits = total[1:] + 2 * send * place + (micro - 1) * times
+    best = [int(found.argmax()) for found in (deep, flat, sits)]
+    top = max(range(3), key=lambda at: (deep, flat, sits)[at].flat[best[at]])
+    low, high = (best[2], best[2]) if top == 2 else divmod(best[top], count)
+    passes = np.ones(count)
+    passes[high + 1 :] = top == 0
+    left, sends = micro - 1, 2.0 * (count - 1 if top == 0 else high)
+    if top == 0 and high < count - 1:
+        passes[high:] += 1
+        left, sends = left - (count - high), sends + 2.0 * (count - 1 - high)
+    if top == 1:
+        passes[high] += count - 1 - high
+        left -= count - 1 - high
+    rounds, rest = divmod(left, high - low + 1)
+    passes[low : high + 1] += rounds
+    passes[low + int(times[low : high + 1].argmax())] += rest
+    return CriticalPath(passes, passes, passes, float(sends + 2 * rounds * (high - low)))
+
+
+@cache
+def _windows(count: int) -> tuple[Array, Array]:
+    """First stages, and the numbers of consecutive stages from a first to a last [first, last]."""
+    place = np.arange(count)
+    return place.astype(float), (place[None, :] - place[:, None] + 1).astype(float)
+
+
+def path_of_gpipe(forward: Array, backward: Array, micro: int, send: float) -> CriticalPath:
+    """Critical path of GPipe: all forwards, then all backwards, each limited by its slowest
+    stage."""
+    count = len(forward)
+    down, up = np.ones(count), np.ones(count)
+    down[forward.argmax()] += micro - 1
+    up[backward.argmax()] += micro - 1
+    return CriticalPath(down, up, up, 2.0 * (count - 1))
+
+
+CLOSED_FORMS: dict[str, Callable[[Array, Array, int, float], CriticalPath]] = {
+    "1F1B": path_of_1f1b,
+    "GPipe": path_of_gpipe,
+}
+
+
+KNOWN_IN_FLIGHT = (
+    *CLOSED_FORMS,
+    "Seq1F1B",
+    "TeraPipe",
+)  # orders with a closed form for what is in flight
+
+
+# -- any order -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """Operations of an order by level: each depends only on operations of earlier levels.
+
+    levels       end of each level
+    kind, stage  of each operation; slices of a stage one after the other
+    before       dependencies, padded with an operation that ends at zero [operations, needs]
+    apart        whether a dependency comes from another rank
+    """
+
+    levels: tuple[int, ...]
+    kind: Rows
+    stage: Rows
+    before: Rows
+    apart: Array
+
+    def longest(self, forward: Array, inputs: Array, weights: Array, send: float) -> CriticalPath:
+        """Find the critical path, with every operation as early as possible."""
+        took = np.zeros((len(Kind), len(forward)))
+        took[Kind.F] = took[Kind.RECOMPUTE] = forward
+        took[Kind.B], took[Kind.I], took[Kind.W] = inputs + weights, inputs, weights
+        each, lag = took[self.kind, self.stage], send * self.apart
+        end, low = np.zeros(len(each) + 1), 0
+        for high in self.levels:
+            ready = (end[self.before[low:high]] + lag[low:high]).max(1)
+            np.add(ready, each[low:high], out=end[low:high])
+            low = high
+        passed, sends, at = np.zeros(took.shape), 0.0, int(end[:-1].argmax())
+        while at < len(each):
+            passed[self.kind[at], self.stage[at]] += 1
+            which = int((end[self.before[at]] + lag[at]).argmax())
+            sends += self.apart[at, which]
+            at = int(self.before[at, which])
+        ahead, whole = passed[Kind.F] + passed[Kind.RECOMPUTE], passed[Kind.B]
+        return CriticalPath(ahead, whole + passed[Kind.I], whole + passed[Kind.W], float(sends))
+
+
+@lru_cache(256)
+def _network(order: str, ranks: int, micro: int, chunks: int, slices: int) -> _Network:
+    """Sort the operations of an order by level."""
+    line = order_timeline(order, ranks, micro, chunks, slices)
+    count = len(line)
+    made, used = dependencies(line)
+    ahead = np.flatnonzero(line.rank[1:] == line.rank[:-1])
+    made, used = np.concatenate([made, ahead]), np.concatenate([used, ahead + 1])
+    levels = _levels(count, made, used)
+    rows = np.concatenate(levels)
+    place = np.empty(count + 1, dtype=np.int64)
+    place[rows], place[-1] = np.arange(count), count
+    made, used = place[made], place[used]
+    sort = np.argsort(used, kind="stable")
+    made, used = made[sort], used[sort]
+    needs = np.bincount(used, minlength=count)
+    column = np.arange(len(used)) - (np.cumsum(needs) - needs)[used]
+    before = np.full((count, max(1, int(needs.max()))), count)
+    before[used, column] = made
+    apart = np.zeros(before.shape)
+    apart[used, column] = line.rank[rows[made]] != line.rank[rows[used]]
+    ends = np.cumsum([len(level) for level in levels]).tolist()
+    each = line.stage.astype(np.int64) * slices + line.slice
+    kind, stage = line.kind[rows].astype(np.int64), each[rows]
+    return _Network(tuple(ends), kind, stage, before, apart)
+
+
+def _levels(count: int, sources: Rows, targets: Rows) -> list[Rows]:
+    """Rows without dependencies, then rows that depend only on these, and so on (Kahn 1962)."""
+    sort = np.argsort(sources, kind="stable")
+    users, first = targets[sort], np.searchsorted(sources[sort], np.arange(count + 1))
+    pending = np.bincount(targets, minlength=count)
+    found, level = list[Rows](), np.flatnonzero(pending == 0)
+    while len(level):
+        found.append(level)
+        low, counts = first[level], first[level + 1] - first[level]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        freed = users[np.repeat(low, counts) + within]
+        np.subtract.at(pending, freed, 1)
+        level = np.unique(freed[pending[freed] == 0])
+    return found
+
+
+@lru_cache(256)
+def order_timeline(order: str, ranks: int, micro: int, chunks: int, slices: int = 1) -> Timeline:
+    """Return the timeline of an order: forwards and backwards of stages without copies."""
+    line = named(order, ranks, micro, chunks, slices=slices)
+    if line.replicas > 1 or not np.isin(line.kind, PRICED_KINDS).all():
+        reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
+        raise OrderError(reason, "a planner prices orders that do not, as 1F1B and ZB-V")
+    return line
+
+
+PRICED_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
+
+
+def count_in_flight(
+    order: str,
+    ranks: int,
+    micro: int,
+    chunks: int,
+    kept: Array | None = None,
+    waiting: Array | None = None,
+    slices: int = 1,
+    apart: tuple[bool, ...] = (),
+    grown: Array | None = None,
+) -> Array:
+    """Count what each stage holds at the moment when its rank holds most [3, stages].
+
+    The three rows: microbatches (or slices of them) whose activations are saved; of these the ones
+    that wait for the second half of their backward; and whether gradients of the stage's weights
+    exist by then.
+
+    `kept` are bytes of one microbatch at each stage, `waiting` bytes of gradients of outputs that
+    are held between the halves, `grown` bytes of gradients of weights; without these arguments the
+    moment with most microbatches counts.  The first stage has no inputs that need gradients: its
+    first half does nothing.  The first half of a stage that is not `apart` is its full backward
+    (default: all are `apart`).  In closed forms gradients count as existing.
+    """
+    if chunks == 1 and order in KNOWN_IN_FLIGHT:
+        early = order in ("1F1B", "Seq1F1B")
+        most = ranks - np.arange(ranks) + slices - 1 if early else np.full(ranks, micro * slices)
+        flying = np.minimum(most, micro * slices)
+        return np.array([flying, np.zeros(ranks), np.ones(ranks)], dtype=float)
+    stages = ranks * chunks
+    sizes = np.stack(
+        [
+            np.ones(stages) if kept is None else kept,
+            np.full(stages, 1 / stages / micro) if waiting is None else waiting,
+            np.zeros(stages) if grown is None else grown,
+        ]
+    )
+    found = np.zeros((3, stages))
+    line = order, ranks, min(micro, 2 * FEW * ranks), chunks
+    rank = stage_ranks(order, ranks, chunks)
+    split = np.array(apart or (True,) * stages)
+    for one in range(ranks):
+        mine = np.flatnonzero(rank == one)
+        moments = _moments(*line, one, tuple(split[mine].tolist()))
+        best = moments[(moments * sizes[:, mine]).sum((1, 2)).argmax()]
+        found[:, mine] = best
+    return found
+
+
+@lru_cache(4096)
+def _moments(
+    order: str, ranks: int, micro: int, chunks: int, rank: int, apart: tuple[bool, ...]
+) -> Rows:
+    """Counts of each stage of a rank after its operations [moments, 3, stages], as of
+    `count_in_flight`.
+
+    Moments that hold no more of anything than another moment are left out.
+    """
+    line = order_timeline(order, ranks, micro, chunks)
+    rows = slice(line.starts[rank], line.starts[rank + 1])
+    mine, stage = np.unique(line.stage[rows], return_inverse=True)
+    kind, whole = line.kind[rows], ~np.array(apart)[stage]
+    first, second = kind == Kind.I, kind == Kind.W
+    ends = (kind == Kind.B) | np.where(whole, first, second)
+    changes = np.zeros((len(kind), 3, len(mine)), dtype=np.int64)
+    at = np.arange(len(kind))
+    changes[at, 0, stage] = (kind == Kind.F).astype(int) - ends
+    changes[at, 1, stage] = (first.astype(int) - second) * (~whole & (mine > 0)[stage])
+    changes[at, 2, stage] = ends
+    levels, found = changes.cumsum(0), list[Rows]()
+    levels[:, 2] = levels[:, 2] > 0
+    flat = levels.reshape(len(kind), -1)
+    while len(flat):  # no other moment dominates the one with the largest sum
+        found.append(flat[flat.sum(1).argmax()])
+        flat = flat[(flat > found[-1]).any(1)]
+    return np.array(found).reshape(-1, 3, len(mine))
+
+
+@lru_cache(512)
+def stage_ranks(order: str, ranks: int, chunks: int) -> Rows:
+    """Return the rank of each stage."""
+    if chunks == 1:
+        return np.arange(ranks)
+    return order_timeline(order, ranks, FEW * ranks, chunks).stage_rank.astype(np.int64)

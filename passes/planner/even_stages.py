@@ -1,0 +1,63 @@
+"""Split of a chain into stages so that the slowest stage is as quick as possible."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.passes.planner.values import Chain
+
+Array = NDArray[np.float64]
+
+
+def split_evenly(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
+    """Split a chain into `stages` so that the slowest is as quick as possible.
+
+    `times` are seconds of one unit of each run.  Of such splits the one whose stages end closest to
+    equal shares, stage by stage.  Raises ValueError for fewer units than stages.
+    """
+    return _even(tuple(run.count for run in chain.runs), stages, times)
+
+
+@lru_cache(4096)
+def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
+    flat = np.repeat(times, counts)
+    count = len(flat)
+    if count < stages:
+        raise ValueError(f"{count} units are too few for {stages} stages")
+    total = np.concatenate([[0.0], np.cumsum(flat)])
+    low, high, sums = float(max(flat.max(), total[-1] / stages)), float(total[-1]), total.tolist()
+    while high - low > 1e-6 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
+    most = high * (1 + 1e-9)
+    last = _latest(total, most, stages)
+    ends = [0]
+    for stage in range(1, stages):
+        begin = ends[-1]
+        reach = int(np.searchsorted(total, total[begin] + most, side="right")) - 1
+        near = int(np.abs(total - total[-1] * stage / stages).argmin())
+        least = max(begin + 1, last[stage])
+        ends.append(min(max(near, least), max(reach, least), count - stages + stage))
+    ends.append(count)
+    return tuple(b - a for a, b in zip(ends, ends[1:]))
+
+
+def _reached(total: list[float], most: float, stages: int) -> int:
+    """Count the units that so many stages hold, each as many as `most` seconds allow."""
+    at = 0
+    for _ in range(stages):
+        at = bisect_right(total, total[at] + most) - 1
+    return at
+
+
+def _latest(total: Array, most: float, stages: int) -> list[int]:
+    """Smallest end of each stage from which the stages behind it can still hold all other units."""
+    at, found = len(total) - 1, [len(total) - 1]
+    for _ in range(stages):
+        at = int(np.searchsorted(total, total[at] - most, side="left"))
+        found.append(at)
+    return found[::-1]

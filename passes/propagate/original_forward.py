@@ -1,0 +1,561 @@
+"""Record one forward of the original model on the meta device: calls, labels, draws, sums of rows.
+
+* The weight of a part of a batch in the mean loss of the full batch.
+* Losses that need statistics over the batch: which of their sums must be reduced over ranks. The
+  router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
+  computed from means over all tokens. A rank that has a part of the tokens uses the means of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quote_names
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.diagnostics.user_errors import refusal_of
+from schedlang.ir.model import is_inside, quote_module
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.grad_reduction.batch_statistics import (
+        BatchStatistics,
+        BatchSum,
+        LossSums,
+    )
+    from schedlang.runtime.propagation.dry_run import ShardedLeaf
+    from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Original:
+    """The results of one forward of the original.
+
+    labels    how losses read their labels
+    label_counts  number of counted labels, of each mean of cross-entropies whose labels are known
+    read      keys of the batch that the user's loss function reads
+    unread    keys of the batch that neither this loss nor the forward takes
+    random    whether an operator draws random numbers
+    drawn     (module, turn) of each random mask -> its full shape; (): unknown
+    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
+    apart     draws that several ranks cannot make equal -> module and line of the model
+    reached   parameters that the loss depends on, for all values
+    reenters  whether the model has reentrant checkpoints, whose backward runs another backward
+    ungraded  modules that are called without a graph, in such a checkpoint or by a teacher -> the
+              `autograd.Function` in whose forward they are called, if any
+    outside   (module, enclosing module): called while the enclosing module does not run
+    overwrites modules that write into their input tensors
+    lent      (parameter, enclosing module): read or replaced while that module does not run
+    rewritten parameters that the forward writes into: moving averages, clipped weights
+    derives   modules whose own forward takes a gradient -> the line of the model that does
+    lossless  the message where there is no loss to train with
+    asked     whether the model read values: other values may reach fewer parameters
+    truths    whether conditions of the model are decided by the batch; else all are false
+    wanders   modules whose number or order of calls depends on values; also uncalled modules then
+    entries   modules in the order of their first call, and how often each is called
+    choices   modules that choose by values (a top-k) -> the call that does
+    """
+
+    labels: tuple[LabelRule, ...] = ()
+    label_counts: tuple[float, ...] = ()
+    loss_keys: frozenset[str] = frozenset()
+    unread_keys: tuple[str, ...] = ()
+    is_random: bool = False
+    mask_shapes: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    unbatched_masks: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    unequal_draws: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    reached_parameters: frozenset[str] = frozenset()
+    has_reentrant_checkpoints: bool = False
+    no_grad_modules: Mapping[str, str] = field(default_factory=dict)
+    outside_calls: frozenset[tuple[str, str]] = frozenset()
+    overwriting_modules: frozenset[str] = frozenset()
+    outside_parameters: frozenset[tuple[str, str]] = frozenset()
+    rewritten_parameters: frozenset[str] = frozenset()
+    differentiating_modules: Mapping[str, str] = field(default_factory=dict)
+    missing_loss: Diagnostic | None = None
+    reads_values: bool = False
+    uses_batch_conditions: bool = False
+    varying_modules: frozenset[str] = frozenset()
+    call_counts: Mapping[str, int] = field(default_factory=dict)
+    choosing_modules: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recording(NamedTuple):
+    """The calls of the original by (module, turn), and the results of the forward."""
+
+    frames: Mapping[tuple[str, int], Sequence[Call]]
+    original: Original
+
+
+def record_original(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, ShardedLeaf],
+    draws: bool = False,
+    truths: bool = False,
+) -> Recording:
+    """Run the unchanged model on the meta device, without values, and record its calls.
+
+    `draws`: random draws are recorded, too; a model that turns out to draw is run again with it.
+    `uses_batch_conditions`: conditions on tensors get the truth that the batch decides; otherwise
+    they are false. It is used for a model that fails otherwise (because it asserts). Raises
+    Refusal where the model or the user's loss does not run.
+    """
+    from torch.nn import Dropout
+
+    from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
+    from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.propagation.parameter_access import ParameterAccess
+    from schedlang.runtime.propagation.trace import (
+        ModuleStack,
+        RecordedForward,
+        Trace,
+        find_reached_parameters,
+    )
+    from schedlang.runtime.rng.logical_dropout import DrawObserver
+    from schedlang.runtime.tracing.meta_runs import without_values
+
+    parts = plan.data_axes or plan.cuts or plan.order or plan.stores
+    stack = ModuleStack(access=ParameterAccess() if parts else None)
+    model = _watched_copy(plan, stack, leaves)
+    draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
+    watched, read = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
+    tried = None if loss is None else partial(_call_loss, loss, read)
+    failed: Exception | None = None
+    with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
+        seen = RecordedForward(stack, inputs, values, draws)
+        values.drew = values.drew if watched is None else watched.observe_operator
+        with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
+            try:
+                output, value = run_forward(model, inputs, tried)
+            except Refusal:
+                raise
+            except Exception as error:
+                failed = error
+    if failed is not None:
+        if trace.answered:
+            return record_original(plan, batch, loss, leaves, draws, truths=True)
+        raise batch_refusal(failed, find_unused_keys(plan.model.model, batch), batch) from failed
+    if values.random and not draws:
+        return record_original(plan, batch, loss, leaves, True, truths)
+    found = value if loss is None or is_loss(value) else None
+    trained, reenters, others = find_reached_parameters(model, found, plan.model.base.model, loss)
+    no_loss = found is None or others or not found.requires_grad
+    given = accepted_inputs(plan.model.model, batch)
+    original = Original(
+        labels=tuple(seen.labels),
+        label_counts=tuple(seen.counted),
+        loss_keys=frozenset(read),
+        unread_keys=tuple(key for key in batch if key not in given and key not in read),
+        is_random=watched is not None and watched.random,
+        mask_shapes=seen.drawn,
+        unbatched_masks=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
+        unequal_draws={} if watched is None else watched.apart,
+        reached_parameters=trained,
+        has_reentrant_checkpoints=reenters,
+        outside_calls=frozenset(stack.outside),
+        overwriting_modules=frozenset(stack.overwrites),
+        missing_loss=_missing_loss(model, batch, loss, output, value, others) if no_loss else None,
+        reads_values=values.read_unknown,
+        uses_batch_conditions=truths,
+        call_counts=stack.turns,
+        choosing_modules=seen.choices,
+    )
+    if values.read_unknown or values.read_known or trace.answered:
+        original = _with_other_values(plan, batch, loss, leaves, original)
+    if stack.access is not None:
+        original = replace(original, **stack.access.as_arguments())
+    return Recording(seen.frames, original)
+
+
+def _watched_copy(plan: Plan, stack: ModuleStack, leaves: Mapping[str, ShardedLeaf]) -> nn.Module:
+    """Return a copy of the model on the meta device whose calls `stack` records."""
+    from schedlang.runtime.propagation.stand_ins import put_stand_ins
+    from schedlang.runtime.tracing.meta_runs import meta_model
+
+    model = meta_model(plan.model.model, {})
+    model.train()
+    if plan.computes:
+        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    return model
+
+
+def _with_other_values(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, ShardedLeaf],
+    original: Original,
+) -> Original:
+    """Add the modules whose calls differ with other values, where ranks shard state.
+
+    Each rank has its own rows, so values differ between ranks. A model that does not run with
+    other values counts as one that reads values.
+    """
+    if not any(one.stage > 0 for one in plan.all_replicas):
+        return original
+    from torch.random import fork_rng
+
+    from schedlang.runtime.batch import run_forward
+    from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.propagation.trace import ModuleStack, Trace
+    from schedlang.runtime.tracing.meta_runs import without_values
+
+    stack = ModuleStack()
+    model, trace = _watched_copy(plan, stack, leaves), Trace(stack, other=True)
+    try:
+        kept = restore_global_state(plan.model.model, loss)
+        with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), trace:
+            run_forward(model, inputs, loss)
+    except Exception:  # an impossible shape, an index out of range
+        return replace(original, reads_values=True)
+    mine, others = original.call_counts, stack.turns
+    wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
+    if [fqn for fqn in mine if fqn not in wanders] != [f for f in others if f not in wanders]:
+        wanders = {*mine, *others}
+    if not wanders:
+        return original
+    wanders |= {fqn for fqn in plan.model.sites if fqn not in mine}
+    outside = original.outside_calls | stack.outside
+    return replace(
+        original, reads_values=True, varying_modules=frozenset(wanders), outside_calls=outside
+    )
+
+
+def _missing_loss(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    output: Any,
+    value: Any,
+    others: Mapping[str, bool],
+) -> Diagnostic | None:
+    """Return the message about a loss that is missing or that trains nothing, or None.
+
+    Without labels a batch can still be evaluated. `others` are parameters with which the loss is
+    computed and that no program trains; the value says whether they belong to the model.
+    """
+    from torch import is_grad_enabled
+
+    from schedlang.runtime.batch import bad_loss_diagnostic, is_loss, no_loss_diagnostic
+
+    if not is_loss(value):
+        return (
+            no_loss_diagnostic(model, output, batch)
+            if loss is None
+            else bad_loss_diagnostic(value, model, batch)
+        )
+    if others:
+        own = "the model's own: what is trained is a copy of it"
+        other = "of the loss, and what is trained are the model's"
+        return Diagnostic(
+            "S615",
+            f"the loss is computed with {quote_names(others)}, which no program trains",
+            notes=(f"they are parameters {own if all(others.values()) else other}",),
+            helps=("let the model's forward compute this part, and return it with the output",),
+        )
+    if not is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        return None
+    return Diagnostic(
+        "S615",
+        "the loss has no gradient",
+        notes=("a backward from it reaches no parameter",),
+        helps=("compute it from the output, nothing of which is detached or made by `no_grad`",),
+    )
+
+
+class ManyRows(NamedTuple):
+    """The results of a forward with a unique number of rows: shapes of masks, sums over rows."""
+
+    mask_shapes: Mapping[tuple[str, int], tuple[int, ...]]
+    sums: LossSums | None
+
+
+def record_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> ManyRows | None:
+    """Record a forward with a unique number of rows, once for a batch of these shapes.
+
+    Returns None if the model accepts no other number of rows.
+    """
+    from schedlang.runtime.batch import run_forward
+    from schedlang.runtime.global_state import restore_loss_state
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchSumLattice
+    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.propagation.trace import RecordedForward, Trace, run_with_prime_rows
+
+    def run(bare: nn.Module, inputs: dict[str, Any], stack: ModuleStack, rows: int) -> ManyRows:
+        seen = RecordedForward(stack, inputs, draws=True, calls=False)
+        sums = BatchSumLattice(stack, rows, seen.means)
+        with Trace(stack, seen, sums):
+            _, value = run_forward(bare, inputs, sums.wrap_loss(loss))
+        return ManyRows(seen.drawn, None if value is None else sums.sums_of(value))
+
+    known: Any = plan.model.cache.setdefault("many rows", {})
+    key = signature(batch), id(loss)
+    if key not in known:  # the cache holds the loss, so that its id is not used again
+        with restore_loss_state(loss):
+            known[key] = run_with_prime_rows(plan.model.model, batch, run), loss
+    found: ManyRows | None = known[key][0]
+    return found
+
+
+def _unbatched(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: RecordedForward
+) -> dict[tuple[str, int], bool]:
+    """Return for each draw whether it has no dim of samples; empty where all have one.
+
+    An example is dropout on a table of relative positions: its shape is the same for all batches.
+    Only draws that do not depend on a tensor of the batch are checked, since their shape may have
+    been computed from the number of rows.
+    """
+    again = record_many_rows(plan, batch, loss)
+    if again is None:
+        return {}
+    alike = {at for at in seen.sourceless if again.mask_shapes.get(at) == seen.drawn[at]}
+    return {at: at in alike for at in seen.drawn} if alike else {}
+
+
+class ObservedBatch(dict[str, Any]):
+    """A batch that records which keys are read; all other methods read by the two methods below."""
+
+    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
+        super().__init__(batch)
+        self.read_keys = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self.read_keys.add(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read_keys.update(super().keys())
+        return super().__iter__()
+
+    get, pop, __contains__ = Mapping.get, MutableMapping.pop, Mapping.__contains__  # type: ignore[assignment]
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+
+
+def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
+    """Call the user's loss and add the keys that it reads to `loss_keys`; its errors become
+    S865."""
+    try:
+        return loss(output, ObservedBatch(batch, read))
+    except Exception as error:
+        if _is_about_values(error):
+            raise
+        raise refusal_of(error, "loss", loss) from error
+
+
+def _is_about_values(error: Exception) -> bool:
+    """Return whether an error says that values of a meta tensor were needed."""
+    text = str(error)
+    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    wanted |= "unallocated storage" in text or "meta tensor without output_size" in text
+    return isinstance(error, NotImplementedError) or wanted
+
+
+def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a batch that the forward does not take."""
+    from schedlang.runtime.batch import accepted_inputs
+
+    return [key for key in batch if key not in accepted_inputs(model, batch)]
+
+
+def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return notes on tensors of a batch with several entries per row, such as packed patches.
+
+    These tensors are not split: each part of the batch has the full tensor.
+    """
+    from schedlang.runtime.batch import named_tensors, row_count
+
+    try:
+        rows = row_count(batch)
+    except Refusal:  # a batch without rows: the model's own error is reported first
+        return ()
+    sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
+    found = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
+    return tuple(
+        f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
+        " by rows, and each part has all of it"
+        for name, count in found
+    )
+
+
+def batch_refusal(
+    error: Exception, others: Sequence[str] = (), batch: Mapping[str, Any] | None = None
+) -> Refusal:
+    """Return the refusal for an error that the model raised on the meta device.
+
+    `others`: keys of the batch that the forward does not take; one may be misspelled.
+    `batch`: the batch with which the model ran.
+    """
+    from schedlang.runtime.tracing.module_calls import line_of, value_refusal
+
+    if _is_about_values(error):
+        return value_refusal(error)
+    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
+    packed = describe_packed_tensors(batch) if batch else ()
+    helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
+    if "more than 1 value per channel" in text:  # torch's batch norm, in training
+        helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]
+    if packed:
+        helps += [
+            "give one entry for each row, `[rows, ...]`, and flatten it in the forward",
+            "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+        ]
+    return Refusal.of(
+        "S604",
+        "the model rejects this batch",
+        notes=(
+            f"on the meta device it raised `{text}`{line and f', at {line}'}",
+            *(f"its forward does not take `{key}` of the batch" for key in others),
+            *packed,
+        ),
+        helps=tuple(helps),
+    )
+
+
+Weight = Callable[[Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True)
+class LabelWeight:
+    """The weight of a part by its counted labels, or by its rows for evaluation without labels."""
+
+    rule: LabelRule
+
+    def __call__(self, batch: Mapping[str, Any]) -> float:
+        """Return the weight of a part."""
+        return self.rule.count(batch)
+
+    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+        """Return the weight of a part as a tensor on the device of the labels."""
+        return self.rule.count_on_device(batch)
+
+
+def weight_of(traced: Original, parts: int) -> Weight:
+    """Return the weight function of parts of a batch: by counted labels, else by rows.
+
+    Refuses (S621) several parts where the model has several losses with different labels.
+    """
+    from schedlang.runtime.batch import row_count
+
+    if len(traced.labels) == 1:
+        return LabelWeight(traced.labels[0])
+    if len(traced.labels) > 1 and parts > 1:
+        raise Refusal.of(
+            "S621",
+            f"the model has {len(traced.labels)} losses, each with its own labels",
+            notes=("a part of the batch would need a different weight in each",),
+            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
+        )
+    return lambda batch: float(row_count(batch))
+
+
+HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
+
+
+def with_statistics(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
+) -> Traced:
+    """Add to a trace the sums over rows that are reduced over ranks.
+
+    Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
+    """
+    if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
+        found = _known_sums(plan, sample, loss)
+        # with a mean over labels, no other sum is a mean of means, for any number of rows
+        certain = [one for one, linear in found.sums.items() if not linear] if found else []
+        if found is not None and found.labels and certain:
+            raise _split_statistics(plan, certain[0])
+    return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
+
+
+def statistics_of(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> BatchStatistics | None:
+    """Return the sums to be reduced over the ranks that share a batch; None where there are none.
+
+    `weighed`: the user gave a weight function. With several microbatches the result is None: a
+    microbatch cannot know the values of later ones.
+    """
+    from schedlang.runtime.comm.collectives import Group
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
+
+    axes = tuple(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
+    if not axes or plan.micro > 1 or is_statistics_relaxed(plan):
+        return None
+    sums = find_shared_sums(plan, sample, loss, weighed)
+    if (
+        not sums
+        or plan.mesh.size(plan.context_axes) > 1
+        or any(_is_recomputed(plan, s.fqn) for s in sums)
+    ):
+        return None
+    return BatchStatistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, sums[0].fqn))
+
+
+def check_microbatches(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> None:
+    """Refuse (S668) a loss with statistics of the full batch, unless the plan relaxes them."""
+    sums = find_shared_sums(plan, sample, loss, weighed)
+    if plan.micro > 1 and not is_statistics_relaxed(plan) and sums:
+        raise _split_statistics(plan, sums[0])
+
+
+def _split_statistics(plan: Plan, first: BatchSum) -> Refusal:
+    micro = plan.micro
+    row = plan.origin(plan.order) if plan.order is not None else None
+    return Refusal.of(
+        "S668",
+        f"the loss needs statistics of the full batch, not of {micro} microbatches",
+        Label((row and row.span) or NOWHERE),
+        notes=(
+            f"the forward of {quote_module(first.fqn)} takes a {first.name} over all rows"
+            + (f", {first.line}" if first.line else ""),
+            "the backward of a microbatch starts before later microbatches are computed",
+        ),
+        helps=("use one microbatch, `micro=1`: ranks compute the statistics together", HELP_RELAX),
+    )
+
+
+def is_statistics_relaxed(plan: Plan) -> bool:
+    """Return whether a step relaxes `batch_stats`: statistics of parts are allowed."""
+    return any("batch_stats" in names for _, names in plan.relaxed)
+
+
+def find_shared_sums(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> tuple[BatchSum, ...]:
+    """Return the sums over rows in the loss that need all rows of the batch.
+
+    A loss with labels is weighted by labels: any other sum in the loss needs all rows. A loss
+    without labels is weighted by rows: a mean over rows (a linear sum) needs no other rows.
+    """
+    found = _known_sums(plan, sample, loss)
+    if found is None:
+        return ()
+    counted = weighed or found.labels
+    return tuple(one for one, linear in found.sums.items() if counted or not linear)
+
+
+def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> LossSums | None:
+    """Return the sums over rows in the loss; None where they are unknown."""
+    found = record_many_rows(plan, sample, loss)
+    return found.sums if found is not None else None
+
+
+def _is_recomputed(plan: Plan, fqn: str) -> bool:
+    """Return whether a module is recomputed in backward, where no statistics are reduced."""
+    sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
+    return any(is_inside(fqn, site) for site in sites)

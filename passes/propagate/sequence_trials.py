@@ -1,0 +1,358 @@
+"""Models on parts of sequences: over ranks (`context_parallel`), or in slices of a pipeline.
+
+Before training, a small stand-in of the model is run to find out how the model computes on some
+tokens of its sequences: `tokens_of` for ranks, `slicing_of` for slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
+from schedlang.ir.annotations import ContextSplit
+from schedlang.ir.plan import Action, Plan, place_at_row
+from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.original_forward import Weight, weight_of
+from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.propagate.sharded_run import Loss
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.comm.collectives import Group, RankGroups
+    from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, TokenSplit
+    from schedlang.runtime.sequence_pipelining.slices import SliceRunner, Slicing
+    from schedlang.runtime.sequence_pipelining.trial import Trial
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrialSubject:
+    """The subject of a trial: the model of a plan, a microbatch, the user's loss and weight."""
+
+    plan: Plan
+    traced: Traced
+    sample: Mapping[str, Any]
+    loss: Loss | None = None
+    weight: Weight | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the unmodified model."""
+        return self.plan.model.model
+
+    def make_trial(self, count: int, *, short: bool) -> Trial:
+        """Return a stand-in for `count` parts; `short`: few tokens, and one block of each kind."""
+        from schedlang.runtime.sequence_pipelining.trial import make_trial
+
+        labels = self.traced.labels
+        return make_trial(
+            self.model,
+            self.sample,
+            count,
+            loss=self.loss,
+            weight=self.weight or weight_by_tokens(self.traced, count),
+            rule=labels[0] if len(labels) == 1 else None,
+            random=self.traced.is_random,
+            unbatched=self.traced.unbatched_masks,
+            short=short,
+            sites=self.plan.contexts,
+        )
+
+
+@dataclass(frozen=True)
+class TrialQuestion(Generic[T]):
+    """The question that a trial answers.
+
+    guess    returns the answer for a model without values, without running it
+    probe    runs a trial and returns the answer, or raises Refusal
+    refusal  returns the refusal, from a title and notes, for a model that no trial can run
+    """
+
+    guess: Callable[[Trial], T]
+    probe: Callable[[Trial], T]
+    refusal: Callable[..., Refusal]
+
+
+def answer_by_trial(subject: TrialSubject, count: int, ask: TrialQuestion[T]) -> T:
+    """Return the answer of a short stand-in, or else of a stand-in of full length and depth.
+
+    Raises the probe's Refusal, or OwnError if the stand-in runs alone but its probe fails.
+    """
+    from schedlang.runtime.context_parallel.plain_run import can_run
+
+    if is_on_meta(subject.model):
+        return ask.guess(subject.make_trial(count, short=True))
+    try:
+        return ask.probe(subject.make_trial(count, short=True))
+    except Exception as error:
+        # any error, also a refusal: missing blocks or too short sequences may be its only cause;
+        # the full stand-in is closer to the model, and decides
+        short = error
+    trial = subject.make_trial(count, short=False)
+    try:
+        return ask.probe(trial)
+    except (Refusal, OwnError) as refusal:
+        raise refusal from short
+    except Exception as error:
+        error.__cause__ = short
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        if can_run(trial):
+            kind = type(subject.model).__name__
+            raise OwnError(f"`{kind}` runs alone on a small batch", message) from error
+        title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
+        raise ask.refusal(title, message) from error
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether a model has tensors without values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def weight_by_tokens(traced: Traced, count: int) -> Weight:
+    """Return the weight function of parts: by counted labels, or by tokens without labels."""
+    from schedlang.runtime.batch import row_count
+    from schedlang.runtime.sequence_pipelining.slices import sequence_length
+
+    if traced.labels:
+        return weight_of(traced, count)
+    return lambda batch: float(row_count(batch) * sequence_length(batch))
+
+
+def tokens_of(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
+) -> TokenSplit | None:
+    """Return how the model runs on shards of sequences; None where sequences are not split.
+
+    Raises Refusal S659 at the last row that splits sequences if the model cannot run so. A model
+    without values is not probed: it cannot be built either.
+    """
+    if plan.mesh.size(plan.context_axes) == 1:
+        return None
+    try:
+        _check_axes(plan)
+        found = _probe_tokens(TrialSubject(plan, traced, sample, loss, weight))
+        found.layout(sample)  # are there enough tokens?
+    except Refusal as refusal:
+        raise place_at_row(refusal, last_context_row(plan)) from refusal
+    row = last_context_row(plan)
+    return found if row is None else replace(found, row=row.span)
+
+
+def token_layout_of(plan: Plan) -> str:
+    """Return the layout of tokens over ranks: that of some row, else "contiguous"."""
+    layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+    return next(iter(layouts), None) or "contiguous"
+
+
+def last_context_row(plan: Plan) -> Action | None:
+    """Return the last row that splits sequences, or None."""
+    found = [one for rows in plan.contexts.values() for one in rows]
+    return plan.origin(max(found, key=lambda one: one.row)) if found else None
+
+
+@contextmanager
+def refusals_at_context_row(plan: Plan) -> Iterator[None]:
+    """Place refusals raised inside the context at the last row that splits sequences."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise place_at_row(refusal, last_context_row(plan)) from refusal
+
+
+def _check_axes(plan: Plan) -> None:
+    if plan.order is not None and plan.order.slices > 1:
+        raise Refusal.of(
+            "S662",
+            "sequences are split over ranks, and into slices as well",
+            notes=("slices pass keys from one to the next, ranks exchange them",),
+            helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
+        )
+    axes = {
+        site: plan.mesh.fold([a for one in rows for a in one.axes])
+        for site, rows in plan.contexts.items()
+    }
+    for site, mine in axes.items():
+        if mine != plan.context_axes:
+            rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
+            raise Refusal.of(
+                "S660",
+                f"`{site}` does not attend to the keys of all ranks",
+                notes=(f"rows at other modules split sequences over `{rest}`, too",),
+                helps=("use the same axes in the rows of all attentions",),
+            )
+
+
+def _probe_tokens(subject: TrialSubject) -> TokenSplit:
+    from schedlang.runtime.context_parallel.probe import (
+        guess_tokens,
+        image_refusal,
+        probe,
+        unrunnable_refusal,
+    )
+
+    without = image_refusal(subject.sample)
+    if without is not None:
+        raise without
+    plan = subject.plan
+    ranks, kind = plan.mesh.size(plan.context_axes), token_layout_of(plan)
+
+    def tried(one: Trial) -> TokenSplit:
+        held = {name for name, _ in one.model.named_modules()}
+        return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
+
+    def refusal(title: str, message: str) -> Refusal:
+        return unrunnable_refusal(subject.model, title, message)
+
+    return answer_by_trial(
+        subject, ranks, TrialQuestion(lambda one: guess_tokens(one, kind, ranks), tried, refusal)
+    )
+
+
+def install_attention(
+    plan: Plan, module: nn.Module, tokens: TokenSplit | None, ranks: RankGroups
+) -> None:
+    """Install attention over the keys of all ranks in a rank's module, if sequences are split."""
+    from schedlang.runtime.context_parallel.installation import install_context
+
+    if tokens is not None:
+        contexts = plan.contexts.items()
+        install_context(
+            module, tokens, {site: _method_of(site, rows, ranks.group) for site, rows in contexts}
+        )
+
+
+def first_rank_inputs(
+    plan: Plan, model: nn.Module, tokens: TokenSplit | None, batch: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
+    """Return the first rank's inputs, and a context, for a forward on the meta device.
+
+    The attention of context parallelism is installed in `model`.
+    """
+    from schedlang.runtime.batch import BatchPart
+    from schedlang.runtime.comm.collectives import Group
+    from schedlang.runtime.context_parallel.installation import (
+        MetaExchange,
+        ShardContext,
+        install_context,
+    )
+
+    if tokens is None:
+        return batch, nullcontext()
+
+    def group(axes: str | tuple[str, ...]) -> Group:
+        plain = plan.mesh.fold(axes)
+        return Group(plain, plan.mesh.group(0, plain), 0)
+
+    hows = {site: _method_of(site, rows, group) for site, rows in plan.contexts.items()}
+    install_context(model, tokens, hows)
+    part = tokens.take_part(BatchPart(dict(batch), ()), 0, MetaExchange())
+    return part.inputs, ShardContext(tokens).enter_shard(part.token_shard, nullcontext())
+
+
+def _method_of(
+    site: str, rows: tuple[ContextSplit, ...], group: Callable[[Any], Group]
+) -> AttentionMethod:
+    """Return the attention method of a module and its process groups, outermost first."""
+    from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
+
+    outer = sorted(rows, key=lambda one: one.method == "ulysses")
+    axes = [axis for one in outer for axis in _levels_of(one)]
+    methods = [one.method for one in outer for _ in _levels_of(one)]
+    groups = [replace(group(axis), label=site) for axis in axes]
+    real = [k for k, group in enumerate(groups) if group.size > 1]
+    if len(rows) == 1 and len(real) == len(groups):
+        return AttentionMethod(METHOD_NAMES.get(methods[0], methods[0]), tuple(groups))
+    if len(real) == 2:
+        return AttentionMethod("usp", tuple(groups))
+    (k,) = real
+    return AttentionMethod(_one_level_method(methods[k], k), (groups[k],))
+
+
+METHOD_NAMES = {"double_ring": "double ring"}
+
+
+def _one_level_method(method: str, level: int) -> str:
+    """Return the method that remains of a two-level method when the other level has one rank."""
+    if method == "double_ring":
+        return "ring"
+    inner = {"usp": "ulysses", "nbody": "gather"}.get(method)
+    return method if inner is None else ("ring", inner)[level]
+
+
+def _levels_of(one: ContextSplit) -> list[str | tuple[str, ...]]:
+    """Return the levels of a row: each axis for two-level methods, else all axes as one level."""
+    return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
+
+
+def slicing_of(
+    plan: Plan,
+    traced: Traced,
+    count: int,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+) -> Slicing | None:
+    """Return how the model runs on `count` slices of its sequences; None for one slice.
+
+    Raises Refusal S655 at the row of the order if the model cannot run so. A model without values
+    is not probed: it cannot be built either.
+    """
+    if count == 1:
+        return None
+    try:
+        found = _probe_slices(TrialSubject(plan, traced, sample, loss, weight), count)
+        found = replace(found, multiple=_length_multiple(traced))
+        found.split_batch(sample)  # are there enough tokens?
+        return found
+    except Refusal as refusal:
+        raise place_at_row(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
+
+
+def _probe_slices(subject: TrialSubject, count: int) -> Slicing:
+    from schedlang.runtime.sequence_pipelining.probe import guess_slicing, probe, split_refusal
+    from schedlang.runtime.sequence_pipelining.slices import Slicing
+
+    Slicing(count, "calls").split_batch(subject.sample)
+    ask = TrialQuestion(
+        lambda one: guess_slicing(one, count), lambda one: probe(one, count), split_refusal
+    )
+    return answer_by_trial(subject, count, ask)
+
+
+def _length_multiple(traced: Traced) -> int:
+    """Return the number that must divide lengths: of ranks that split activations by tokens."""
+    from schedlang.ir.placement import S
+    from schedlang.runtime.sharding.edges import dim_of
+
+    edges = [edge for edges in traced.edges.values() for edge in edges]
+    return math.lcm(
+        *(
+            edge.group.size
+            for edge in edges
+            for place in (
+                edge.input_before,
+                edge.input_after,
+                edge.output_before,
+                edge.output_after,
+            )
+            if isinstance(place, S) and dim_of(place) == 1
+        )
+    )
+
+
+def slices_of(
+    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
+) -> SliceRunner | None:
+    """Return the splitter of the local model's microbatches into slices; None without slices."""
+    from schedlang.runtime.sequence_pipelining.slices import SliceRunner
+
+    if slicing is None:
+        return None
+    return SliceRunner(model, slicing, weight or weight_by_tokens(traced, slicing.count))

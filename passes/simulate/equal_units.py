@@ -1,0 +1,120 @@
+"""Equal units of a pipeline: sends of two of each kind are recorded, and stand for the others.
+
+`traffic` uses this to record fewer units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedlang.ir.module_attributes import module_kind, modules_below
+from schedlang.ir.plan import Plan
+from schedlang.ir.sharing import parents_of
+
+if TYPE_CHECKING:
+    from schedlang.passes.analyze.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of one forward and backward: kind, axes, bytes, module.
+
+    With an empty kind it stands for all sends of a unit.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    fqn: str
+    backward: bool
+
+
+def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
+    """Map the units of a pipeline to keys that are equal for units with the same computation.
+
+    Equal units ran the same operators on results of the same sizes when the stages were split.
+    Empty where a row treats modules by their stage, or tokens by ranks.
+    """
+    traced, staged, graph = prepared.traced, prepared.staged, prepared.staged.cut.graph
+    distinguishes = (
+        prepared.chains
+        or prepared.bits
+        or plan.activation_codings
+        or plan.contexts
+        or traced.statistics
+    )
+    if staged.axis is None or distinguishes or len(set(graph.units)) < len(graph.units):
+        return {}
+    rows: dict[str, list[int]] = {}
+    for action in plan.actions:
+        for site in action.sites:
+            rows.setdefault(site, []).append(action.row)
+    hooked = {unit for unit, leaf in graph.leaves if leaf < 0}  # hooks inside these units
+    found: dict[str, object] = {}
+    for unit, name in enumerate(graph.units):
+        modules = tuple(
+            (
+                fqn[len(name) :],
+                tuple(one.requires_grad for one in plan.model.sites[fqn].parameters.values()),
+                tuple(rows.get(fqn, ())),
+                plan.boundaries.get(fqn, ()),
+                tuple(replace(e, group=replace(e.group, label="")) for e in traced.edges[fqn])
+                if fqn in traced.edges
+                else None,
+                fqn in traced.sharing_modules,
+            )
+            for fqn in modules_below(plan.model, name)
+        )
+        ran = (
+            graph.operator_classes[2 * unit + 1],
+            graph.saved_bytes[unit],
+            graph.argument_bytes[unit],
+        )
+        alone = name if unit in hooked else ""
+        found[name] = module_kind(plan.model, name), modules, ran, alone
+    return found
+
+
+def expand_to_all(
+    heard: Sequence[Exchange], kinds: Mapping[str, object], reached: Mapping[str, object]
+) -> list[Exchange] | None:
+    """Return the sends of all units: skipped units get those of others of their kind.
+
+    None where units of a kind do not send the same, or backward has not `reached` them equally.
+    """
+    own: dict[str, list[list[Exchange]]] = {name: [[], []] for name in kinds}
+    passed: dict[str, list[int]] = {}
+    for one in heard:
+        if not one.kind:
+            passed.setdefault(one.fqn, [0, 0])[one.backward] += 1
+            continue
+        for name in (one.fqn, *parents_of(one.fqn)):
+            if name in own:
+                own[name][one.backward].append(replace(one, fqn=one.fqn[len(name) :]))
+    ran: dict[object, list[str]] = {}
+    for name, kind in kinds.items():
+        if name not in passed:
+            ran.setdefault(kind, []).append(name)
+    for name, (forward, backward) in passed.items():
+        first, second = ran[kinds[name]]
+        same = own[first] == own[second] and reached[first] == reached[second] == reached[name]
+        if not same or any(own[name]) or (forward, backward) != (1, bool(reached[name])):
+            return None
+    return [*_spread(heard, kinds, own, ran)]
+
+
+def _spread(
+    heard: Sequence[Exchange],
+    kinds: Mapping[str, object],
+    own: Mapping[str, list[list[Exchange]]],
+    ran: Mapping[object, Sequence[str]],
+) -> Iterator[Exchange]:
+    """Yield each exchange; for a skipped unit those of the second unit of its kind."""
+    for one in heard:
+        if one.kind:
+            yield one
+            continue
+        for like in own[ran[kinds[one.fqn]][-1]][one.backward]:
+            yield replace(like, fqn=one.fqn + like.fqn)

@@ -1,0 +1,392 @@
+"""A simulated step of each kind of rank on the meta device, and each kind's memory over a step.
+
+`account` and `tune` use it.  Of a pipeline a few microbatches are simulated, and their operations
+then stand for all operations of the order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schedlang.ir.memory import ADAMW_MOMENTS, CLASSES, STATE, OperationMemory, RankMemory
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.analyze.residence import tiers_of
+from schedlang.passes.simulate.memory import RankClass, rank_classes
+from schedlang.passes.simulate.one_rank_step import (
+    SimulatedStep,
+    build_one_rank,
+    representative_places,
+    with_few_microbatches,
+)
+from schedlang.pipeline.timeline.table import Kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.sharded_run import Loss
+    from schedlang.pipeline.timeline.table import Op
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.storage.footprint import Footprint, Levels, SegmentWork
+
+# -- results of a simulation -----------------------------------------------------------------------
+
+
+PARTNER_KINDS = {
+    Kind.HOLD: 1,
+    Kind.GIVE: -1,
+}  # operations of the rank that holds a peer's activations
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """Effects of the operations of a few microbatches on one rank, in the order of their runs.
+
+    ops     `operation_key` of an operation -> its runs
+    rest    runs after the last operation
+    parked  stage -> bytes of a microbatch that a partner holds for a while
+    """
+
+    rank_class: RankClass
+    start: Levels
+    ops: Mapping[Any, Sequence[OperationRun]]
+    rest: Sequence[OperationRun]
+    host: int
+    uncounted: tuple[str, ...]
+    partner_bytes: Mapping[int, int]
+
+
+class OperationRun(NamedTuple):
+    """Bytes by class before an operation, at most during it, and after it; the most besides state;
+    and its work."""
+
+    before: Levels
+    most: Levels
+    end: Levels
+    non_state: int
+    work: SegmentWork
+
+
+@dataclass(frozen=True)
+class SimulatedRanks:
+    """The classes of ranks, and the simulation that stands for each.
+
+    parked  stage -> bytes that a microbatch's forward moves to a partner
+    """
+
+    classes: tuple[RankClass, ...]
+    by_class: Mapping[RankClass, SimulatedRank]
+    partner_bytes: Mapping[int, int]
+
+
+def operation_key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
+    """Return a key that is equal for operations of equal stages that differ in their microbatch
+    alone."""
+    from schedlang.pipeline.timeline.table import TRANSFER_KINDS
+
+    stages = staged.stages_at(place or 0)
+    to = op.peer - op.stage if op.kind in TRANSFER_KINDS else 0
+    return op.kind, stages.index(op.stage), op.slice, to
+
+
+# -- along the whole order ---------------------------------------------------------------------
+
+
+def runs_in_order(
+    plan: Plan, staged: Staged, place: int | None, played: SimulatedRank, parked: Mapping[int, int]
+) -> Iterator[tuple[Op, OperationRun]]:
+    """Yield each operation of a place in a full step, with the simulated run that stands for it.
+
+    `partner_bytes`: stage -> bytes that a partner holds for it.
+    """
+    rows = _rows(plan, staged, place)
+    often = Counter(operation_key(staged, place, op) for op in rows if op.kind not in PARTNER_KINDS)
+    turns: Counter[Any] = Counter()
+    moves = {
+        (stage, kind): _taken_in(size * sign, played.start)
+        for stage, size in parked.items()
+        for kind, sign in PARTNER_KINDS.items()
+    }
+    for op in rows:
+        if op.kind in PARTNER_KINDS:
+            yield op, moves[op.stage, op.kind]
+            continue
+        same = operation_key(staged, place, op)
+        runs = played.ops.get(same)
+        if runs is not None:
+            yield op, runs[_turn(turns[same], often[same], len(runs))]
+        turns[same] += 1
+
+
+def _taken_in(size: int, before: Levels) -> OperationRun:
+    """Return the run of receiving a partner's activations (or, below zero, of giving them back)."""
+    from schedlang.runtime.storage.footprint import SegmentWork
+
+    end = before.copy()
+    end[CLASSES.index("activations")] += size
+    passing = int(before[len(STATE) :].sum()) + max(size, 0)
+    return OperationRun(before, end if size > 0 else before, end, passing, SegmentWork())
+
+
+def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
+    """Return the operations of a place in a full step, with sends and gathers."""
+    from schedlang.passes.analyze.holdings import gathers_by_rows
+    from schedlang.pipeline.timeline.proof import with_transfers
+    from schedlang.pipeline.timeline.sharded_weights import with_gathers
+
+    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.receive_ahead)
+    if gathers_by_rows(plan, staged):
+        made = with_gathers(made)
+    return list(made.rows(place or 0))
+
+
+def _turn(turn: int, often: int, played: int) -> int:
+    """Return the index of the simulated run that stands for a turn: first, last, or one between."""
+    if turn == 0 or played == 1:
+        return 0
+    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
+
+
+# -- simulating a step on the meta device ----------------------------------------------------------
+
+
+MIN_MICROBATCHES = 3  # microbatches: the first, one between, the last
+ON_DEVICE = "device"
+
+
+def simulate_ranks(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    prepared: Prepared,
+    works: bool = False,
+) -> SimulatedRanks:
+    """Simulate a short step of each kind of rank, with AdamW's optimizer state.
+
+    `batch` is that of a full step; with `works` FLOPs and bytes of every operator are counted too.
+    Raises what the model raises where it cannot be simulated.
+    """
+    from schedlang.runtime.batch import largest_part
+
+    sample = largest_part(batch, plan.share_weights, plan.micro)
+    short, staged = _short(plan, prepared.staged)
+    # one step for all kinds: their programs share the stand-ins for other stages
+    step = SimulatedStep(short, replace(prepared, staged=staged), sample, loss)
+    kinds = representative_places(plan, prepared)
+    classes = rank_classes(plan, prepared.staged, prepared.holdings)
+    played: dict[int | None, SimulatedRank] = {}
+    found = {}
+    for one in classes:
+        kind = None if one.place is None else kinds[one.place]
+        if kind not in played:
+            of = next(c for c in classes if c.place == kind)
+            played[kind] = _play(step, of, works)
+        found[one] = played[kind]
+    return SimulatedRanks(classes, found, _parked(prepared, kinds, played))
+
+
+def _parked(
+    prepared: Prepared, kinds: Mapping[int, int], played: Mapping[int | None, SimulatedRank]
+) -> dict[int, int]:
+    staged = prepared.staged
+    t, found = staged.timeline, {}
+    for stage in sorted(set(t.stage[t.kind == Kind.EVICT].tolist())):
+        place = staged.ranks[stage]
+        turn, kind = staged.stages_at(place).index(stage), kinds[place]
+        found[stage] = played[kind].partner_bytes[staged.stages_at(kind)[turn]]
+    return found
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+
+def _play(step: SimulatedStep, of: RankClass, works: bool) -> SimulatedRank:
+    """Simulate a short step of the first rank of a class, with its footprint."""
+    from schedlang.runtime.adapters.fully_shard import on_meta_device
+    from schedlang.runtime.declined_calls import declined_in
+    from schedlang.runtime.dry_run import dry_run
+    from schedlang.runtime.storage.footprint import Footprint
+
+    short, staged = step.plan, step.prepared.staged
+    footprint = Footprint("meta", works)
+    with build_one_rank(step, of.first, _adamw, footprint) as (program, _):
+        away = {name for name, one in tiers_of(short).items() if one.as_tuple[2] != ON_DEVICE}
+        record_state(program, footprint, away)
+        units = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        with on_meta_device(units):
+            dry_run(program, staged.cut, step.batch, footprint, step.splits)
+    left = tuple(map(str, declined_in(program.assembly.module)))
+    parking = program.assembly.pipeline.parking
+    sent = {} if parking is None else dict(parking.sent)
+    return _table(footprint, of, staged, left, sent)
+
+
+def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
+    """Return the plan with few microbatches: as many as include each stage that moves
+    activations."""
+    from schedlang.passes.partition.staging import timeline_of, with_eviction
+
+    def parking(one: Staged) -> set[int]:
+        return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
+
+    # includes one between whose receive is posted by another one between
+    least = max(MIN_MICROBATCHES, plan.receive_ahead + 2)
+    while True:
+        order, few = with_few_microbatches(plan, staged, least)
+        short = replace(plan, order=order)
+        few = with_eviction(short, replace(few, timeline=timeline_of(short)))
+        if order == plan.order or parking(few) >= parking(staged):
+            return short, few
+        least *= 2
+
+
+def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    from torch.optim import AdamW
+
+    return AdamW([parameter for _, parameter in named])
+
+
+def record_state(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+    """Record the bytes between steps (after the first): parameters, buffers, optimizer moments.
+
+    `away` are parameters whose moments are offloaded.
+    """
+    import torch
+
+    from schedlang.runtime.storage.quantized_parameters import stored_tensors
+
+    assembly, optimizer = program.assembly, program.optimizer
+    footprint.set_class("parameters", stored_tensors(assembly.parameters.values()))
+    footprint.set_class("parameters", assembly.buffers.values())
+    for name, parameter in assembly.parameters.items() if optimizer is not None else ():
+        if parameter.requires_grad:
+            assert optimizer is not None
+            moments = [torch.empty_like(parameter) for _ in range(ADAMW_MOMENTS)]
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": moments[0],
+                "exp_avg_sq": moments[1],
+            }
+            if name in away:
+                footprint.exclude(moments)
+            footprint.set_class("optimizer", () if name in away else moments)
+
+
+def _table(
+    footprint: Footprint,
+    of: RankClass,
+    staged: Staged,
+    left: tuple[str, ...],
+    parked: Mapping[int, int],
+) -> SimulatedRank:
+    marks = [one.operation for one in footprint.stretches]
+    ran = footprint.summarize([op for op in marks if op is not None and op.kind is Kind.F])
+    runs = [
+        OperationRun(a.end, b.peak, b.end, b.peak_transient, b.work) for a, b in zip(ran, ran[1:])
+    ]
+    ops: dict[Any, list[OperationRun]] = {}
+    rest: list[OperationRun] = []
+    for one, run in zip(ran[1:], runs):
+        if one.operation is None:
+            rest.append(run)
+        elif one.operation.kind not in PARTNER_KINDS:  # a partner's bytes are not known here
+            ops.setdefault(operation_key(staged, of.place, one.operation), []).append(run)
+    return SimulatedRank(of, ran[0].end, ops, rest, footprint.host, left, parked)
+
+
+# -- memory over a step ----------------------------------------------------------------------------
+# The real program runs a step on the meta device, and every storage in it is watched.  What the
+# operations of a few microbatches hold, free and need for a while is repeated along the order.
+
+
+BEFORE, AFTER = "before", "sums and update"
+
+
+def estimate_memory(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[RankMemory, ...]:
+    """Estimate the memory of each kind of rank, in the order of their first rank, with AdamW.
+
+    `batch` is that of a full step.  All microbatches count as large as the first.  Raises what the
+    model raises where it cannot be simulated.
+    """
+    return memory_of_ranks(plan, prepared, simulate_ranks(plan, batch, loss, prepared))
+
+
+def memory_of_ranks(
+    plan: Plan, prepared: Prepared, played: SimulatedRanks
+) -> tuple[RankMemory, ...]:
+    """Estimate memory as `estimate_memory` does, from steps that are simulated already."""
+    return tuple(_memory(plan, prepared, one, played) for one in played.classes)
+
+
+# -- along the whole order ---------------------------------------------------------------------
+
+
+def _memory(
+    plan: Plan, prepared: Prepared, one: RankClass, rehearsal: SimulatedRanks
+) -> RankMemory:
+    """Lay the simulated operations along the order of this rank's place, with what it holds for
+    others."""
+    staged, played = prepared.staged, rehearsal.by_class[one]
+    level = played.start + _parked_by_others(one)
+    moments = [OperationMemory(BEFORE, _plain(level), _plain(level))]
+
+    def then(what: str, run: OperationRun) -> None:
+        nonlocal level
+        more = level - run.before
+        passing = run.non_state + int(more[len(STATE) :].sum())
+        moments.append(
+            OperationMemory(what, _plain(run.most + more), _plain(run.end + more), passing)
+        )
+        level = run.end + more
+
+    for op, run in runs_in_order(plan, staged, one.place, played, rehearsal.partner_bytes):
+        then(str(op), run)
+    for run in played.rest:
+        then(AFTER, run)
+    scale = [_ratio(getattr(one, name), getattr(played.rank_class, name)) for name in STATE]
+    return RankMemory(
+        one.ranks,
+        one.first,
+        one.place,
+        tuple(_scaled(m, scale) for m in moments),
+        played.host,
+        played.uncounted,
+    )
+
+
+def _parked_by_others(one: RankClass) -> Levels:
+    """Return the bytes of other ranks' state that a rank always holds."""
+    import numpy as np
+
+    found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
+    found[CLASSES.index("optimizer")] = one.peer
+    return found
+
+
+def _ratio(mine: int, other: int) -> float:
+    return mine / other if other else 1.0
+
+
+def _scaled(moment: OperationMemory, scale: Sequence[float]) -> OperationMemory:
+    """Scale a moment to a rank with larger or smaller shards of the state."""
+
+    def of(levels: tuple[int, ...]) -> tuple[int, ...]:
+        state = (round(size * factor) for size, factor in zip(levels, scale))
+        return (*state, *levels[len(scale) :])
+
+    return (
+        moment
+        if all(factor == 1 for factor in scale)
+        else OperationMemory(moment.what, of(moment.most), of(moment.end), moment.passing)
+    )
+
+
+def _plain(levels: Levels) -> tuple[int, ...]:
+    return tuple(int(size) for size in levels)

@@ -1,0 +1,155 @@
+"""Check that the original can be compared: a trainable parameter, finite loss, finite gradients.
+
+If the original's loss is not finite, so is every program's, and nothing can be proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
+from schedlang.passes.verify.observe import Batch, Condition, Observation
+from schedlang.passes.verify.original import count_rows
+from schedlang.passes.verify.proof_case import Case, original_subject
+from schedlang.runtime.batch import named_tensors
+from schedlang.runtime.tracing.meta_runs import tensors_in
+
+_MOST_NAMES = 3  # names in a message
+_TRAIN = "train at least one parameter: `requires_grad_(True)`"
+_UNBOUND = (
+    "an unbounded derivative, such as that of `sqrt` at 0 behind a `where`: replace its input, not "
+    "its output"
+)
+
+
+def check_finite(case: Case, conditions: Sequence[Condition], seen: Observation) -> None:
+    """Refuse batches on which the original trains without a finite loss or gradient (S707).
+
+    `seen` is the original's observation in float64. The first condition has the batches as given.
+    """
+    first = {k: v for k, v in seen.tensors.items() if k.condition == conditions[0].name}
+    for key, value in first.items():
+        if key.kind in ("loss", "gradients") and value is not None and not _finite(value):
+            check_batch(case, key.step)
+            what = "loss" if key.kind == "loss" else f"gradient of `{key.name}`"
+            raise Refusal(
+                Diagnostic(
+                    "S707",
+                    f"the original's {what} is not finite in step {key.step + 1}",
+                    notes=(
+                        "with the initial weights it is finite on the same batch: steps of SGD "
+                        "with a learning rate of 0.01 made it so, in float64, without any schedule",
+                    ),
+                    helps=("scale the batches or the loss, so that a few such steps stay finite",),
+                )
+            )
+
+
+def check_trainable(case: Case) -> Case:
+    """Refuse a model that no step changes (S710); else return the case."""
+    parameters = list(case.plan.model.model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise Refusal(
+            Diagnostic(
+                "S710",
+                "no parameter of the original is trained",
+                notes=(
+                    f"none of its {len(parameters)} requires a gradient: there are no steps, "
+                    "gradients or updates to compare",
+                ),
+                helps=(_TRAIN,),
+            )
+        )
+    return case
+
+
+def check_batch(case: Case, place: int) -> None:
+    """Refuse a batch on which the original's loss or gradients are not finite (S707)."""
+    batch = case.batches[place]
+    look = _run_watched(case, batch)
+    lost = [name for name, grad in look.gradients.items() if not _finite(grad)]
+    if math.isfinite(look.loss) and not lost:
+        return
+    if math.isfinite(look.loss):
+        title = "the original's gradients are not finite"
+        some = quote_names(lost, _MOST_NAMES)
+        cause = f"the loss is {look.loss:.4g}, and the gradient of {some} is not finite"
+        helps = [_UNBOUND]
+    else:
+        title = f"the original's loss is {look.loss}"
+        cause, *helps = _cause(case, batch, look)
+    which = f"batch {place + 1} of {len(case.batches)}" if len(case.batches) > 1 else "the batch"
+    said = f"on {which}, in float64, in one process, without the schedule"
+    raise Refusal(Diagnostic("S707", title, notes=(cause, said), helps=tuple(helps)))
+
+
+@dataclass
+class _Look:
+    """One forward and backward of the original: loss, gradients, first place of NaN or inf."""
+
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    first: str | None = None  # place and number of elements
+
+
+def _run_watched(case: Case, batch: Batch) -> _Look:
+    look = _Look()
+    with original_subject(case) as subject:
+        for name, child in subject.module.named_modules():
+            if name:
+                child.register_forward_hook(_watch_module(look, name))
+        look.loss = float(subject.forward_backward(batch, range(count_rows(batch))))
+        found = subject.gradients()
+    look.gradients = {name: grad for name, grad in found.items() if grad is not None}
+    return look
+
+
+def _watch_module(look: _Look, name: str) -> Any:
+    """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
+
+    def note(module: nn.Module, given: Any, out: Any) -> None:
+        for words, value in (("the input of", given), ("the output of", out)):
+            for tensor in tensors_in(value) if look.first is None else ():
+                if wrong := int((tensor.isnan() | (tensor == math.inf)).sum()):
+                    look.first = f"{words} `{name}`: {wrong} of {tensor.numel()} elements"
+
+    return note
+
+
+def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
+    """Yield why a loss is not finite, then what to do."""
+    given: Mapping[str, Tensor] = named_tensors(batch)
+    wrong = [name for name, value in given.items() if not _finite(value)]
+    if wrong:
+        value = given[wrong[0]]
+        count = int((~value.isfinite()).sum())
+        some = quote_names(wrong, _MOST_NAMES)
+        yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
+        yield "fix the code that makes the batch, or leave such rows out"
+        return
+    rules = case.prepared.traced.labels if case.prepared is not None else ()
+    empty = [rule for rule in rules if rule.count(batch) == 0]
+    if empty:
+        rule = empty[0]
+        yield (
+            f"no label of `{rule.source}` counts, all are {rule.ignore_index}: "
+            "a mean over none is 0 / 0"
+        )
+        yield "leave out batches without a label that counts, as they train nothing"
+        yield "or return a loss of 0 if there are no labels"
+        return
+    if look.first is not None:
+        yield f"it arises first in {look.first} are not finite"
+        yield "fix the model, or give it a batch on which it is finite"
+        return
+    yield "the outputs of all modules are finite: it arises in the loss, or between modules"
+    yield "fix the loss, or give it a batch on which it is finite"
+
+
+def _finite(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex()) or bool(value.isfinite().all())

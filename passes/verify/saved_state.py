@@ -1,0 +1,146 @@
+"""Compare saved state bit by bit: written by the ranks, loaded by one rank and by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.compare import FLOOR, RTOL
+from schedlang.passes.verify.observe import Batch, Condition, Observation, flatten_output
+from schedlang.passes.verify.original import randomise
+from schedlang.passes.verify.proof_case import Case, build_for_condition
+from schedlang.report import Gap, Row
+from schedlang.runtime.comm import world
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.program import Program
+
+Outputs = Mapping[str, Any]
+_ATTRIBUTE_NOTE = (
+    ", and parameters, buffers and optimizer are: attributes of modules are in no `state_dict`; "
+    "`register_buffer` puts a tensor there"
+)
+NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
+STATISTICS_GAP = Gap(
+    "outputs with a loaded state: replicas have statistics of their own, and one is saved",
+    "a load that leaves out what the outputs hang on",
+)
+
+
+def saved_condition(conditions: Sequence[Condition]) -> int:
+    """Return the index of the condition whose final state is saved: AdamW's, if present."""
+    return min(1, len(conditions) - 1)
+
+
+def load_on_one_rank(case: Case, conditions: Sequence[Condition], folder: str) -> dict[str, Any]:
+    """Load the saved state into a program of one rank without rows, and return its state."""
+    condition = conditions[saved_condition(conditions)]
+    case = condition.case or case
+    plain = Plan(case.plan.model, Mesh())
+    with enter_modes(Float64()):
+        program = build(plain, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
+        program.load(f"{folder}/state")
+        return {
+            "state": program.state_dict(),
+            "optimizer": program.optimizer_state(),
+            "steps": program.step,
+        }
+
+
+def load_on_ranks(
+    made: Sequence[Program], case: Case, conditions: Sequence[Condition], folder: str
+) -> tuple[Outputs, Outputs]:
+    """Return, on a rank, the outputs of the saved program and of a second one that loads its state.
+
+    The second program is the first that was made. Other parameters may be frozen in it, and torch
+    then computes in another order: whether `matmul` folds the leading dims of an activation depends
+    on the weight's `requires_grad`, in evaluation too. If the outputs differ by roundings only, a
+    program with the same frozen parameters is built, and must give equal bits.
+    """
+    saver, condition, batch = (
+        made[saved_condition(conditions)],
+        conditions[saved_condition(conditions)],
+        case.batches[0],
+    )
+    want, got = _load_and_evaluate(saver, made[0], batch, folder)
+    rounded = not _are_close(want, got) and _are_close(want, got, RTOL, FLOOR)
+    again = condition.case is not None and rounded
+    if any(world.all_gather_object(again)):  # all ranks must build together
+        return _load_and_evaluate(saver, _build_equally_frozen(case, condition), batch, folder)
+    return want, got
+
+
+def _load_and_evaluate(
+    program: Program, other: Program, batch: Batch, folder: str
+) -> tuple[Outputs, Outputs]:
+    """Load the state into the second program and return both programs' outputs.
+
+    The second program evaluated last with weights of its own.
+    """
+    other = replace(other, optimizer=None)  # may have another class
+    other.load(f"{folder}/state")
+    program.evaluated = other.evaluated = (0, 0)  # so that both draw the same
+    want, got = program.eval_step(batch), other.eval_step(batch)
+    return dict(flatten_output(want, set())), dict(flatten_output(got, set()))
+
+
+def _build_equally_frozen(case: Case, condition: Condition) -> Program:
+    """Build a program of the condition's own case, trained for one step from other weights.
+
+    The frozen weights differ as well, so a load that skips them shows.
+    """
+    run = condition.case or case
+    run = run.with_model(randomise(run.plan.model.base.model, run.seed + 1))
+    program = build_for_condition(case, replace(condition, case=run))
+    program.train_step(run.batches[0])
+    program.eval_step(run.batches[0])
+    return program
+
+
+def _are_close(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    return want.keys() == got.keys() and all(_is_close(want[k], got[k], rtol, atol) for k in want)
+
+
+def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
+    """Compare the state that was saved by all ranks and loaded by one rank, bit by bit."""
+    last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
+    held = True  # whether all named tensors are right
+
+    def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
+        error, note = (0.0, "") if same else (1.0, note)
+        return Row(condition, "saved state", name, error, 0.0, same, last, note, shape)
+
+    for key, value in actual.tensors.items():
+        if key.condition != condition or key.step != last or value is None:
+            continue
+        if key.kind in ("parameters", "other state"):
+            got = archive["state"].get(key.name)
+        elif key.kind.startswith("optimizer "):
+            got = archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
+        else:
+            continue
+        same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
+        note = "lost" if got is None else "not what was saved"
+        held = held and same
+        yield row(key.name, same, note, tuple(value.shape))
+    steps = archive["steps"]
+    yield row("number of steps", steps == last + 1, f"{steps} steps")
+    want, outputs = archive["outputs"]
+    note = "not those of before" + _ATTRIBUTE_NOTE * held
+    for name, value in want.items():
+        same = name in outputs and _is_close(value, outputs[name])
+        yield row(f"outputs with it: {name}", same, note)
+
+
+def _is_close(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)

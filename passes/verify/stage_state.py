@@ -1,0 +1,139 @@
+"""Check state that one forward leaves for the next, where each pipeline stage has a copy.
+
+A stage does not see what another stage writes, and code between units runs in several stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.partition.staging import Staged
+from schedlang.passes.verify.compare import RTOL
+from schedlang.passes.verify.forward_state import is_close
+from schedlang.passes.verify.original import count_rows
+from schedlang.passes.verify.proof_case import Case, copy_original, proof_modes
+from schedlang.runtime.batch import loss_of, run_model, split_batch
+from schedlang.runtime.global_state import restore_global_state, restore_loss_state
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.module_state import StateSnapshot
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.scope import Scope, ScopeContext, enter_scope, named_sites
+from schedlang.runtime.tracing.meta_runs import meta_model
+from schedlang.runtime.tracing.stage_graph import Token
+from schedlang.runtime.tracing.units import CallSwitch
+from schedlang.runtime.training_mode import TrainingMode
+
+FORWARDS = 3  # the second forward uses state of the first; the third shows counts
+
+
+def check_across_stages(case: Case) -> None:
+    """Refuse (S708) a model that has other losses stage by stage than in one piece.
+
+    State that one forward leaves for the next causes the difference. Several forwards run in turn,
+    in one piece and stage by stage. The refusal names the buffers and attributes that a forward
+    changes.
+    """
+    assert case.prepared is not None
+    staged, loss = case.prepared.staged, case.loss
+    if (
+        staged.axis is None
+        or staged.cut.stages == 1
+        or case.prepared.traced.missing_loss is not None
+    ):
+        return
+    part = split_batch(case.batches[0], case.plan.share_weights, case.plan.micro)[0][0].inputs
+    modes, _ = proof_modes(case)
+    with restore_global_state(case.plan.model.model, loss), enter_modes(*modes), torch.no_grad():
+        module = _prepare_module(copy_original(case))
+        before = {name: b.detach().clone() for name, b in _state(module).items()}
+        kept = StateSnapshot(module)
+        whole = _losses(loss, part, partial(_run_in_one_piece, module, part))
+        now = _state(module)
+        left = [name for name, value in before.items() if not is_close(now[name], value, 0.0)]
+        left = left or [*kept.changed()]
+        for homes in staged.homes if left else ():
+            found = _losses(loss, part, _stage_forward(case, staged, homes, part))
+            if not all(is_close(a, b, RTOL) for a, b in zip(found, whole)):
+                raise _refusal(left)
+
+
+def _prepare_module(module: nn.Module) -> nn.Module:
+    TrainingMode(module).train()
+    named_sites(module)
+    return module
+
+
+def _state(module: nn.Module) -> Mapping[str, Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
+def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
+    """Return the losses of several forwards in turn; the loss function keeps no state of them."""
+    with restore_loss_state(loss):
+        made = []
+        for _ in range(FORWARDS):
+            found = output()
+            with _fresh_scope(part):
+                made.append(loss_of(found, part, loss))
+    return [torch.as_tensor(value).detach() for value in made]
+
+
+def _fresh_scope(part: Mapping[str, Any]) -> ScopeContext:
+    """Enter a fresh scope: after a stage's forward, draws would otherwise count on."""
+    return enter_scope(Scope(0, 0, tuple(range(count_rows(part)))))
+
+
+def _run_in_one_piece(module: nn.Module, part: Mapping[str, Any]) -> Any:
+    with _fresh_scope(part):
+        return run_model(module, part)
+
+
+def _stage_forward(
+    case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """Return a forward through all stages in order; stages at one place share a copy."""
+    copies = {place: _prepare_module(copy_original(case)) for place in sorted(set(homes))}
+    cut = staged.cut
+    switches = {place: CallSwitch(copy, cut.graph.units) for place, copy in copies.items()}
+    stub = Stub(meta_model(copies[homes[0]], {}), cut)
+    stages = [
+        Stage(copies[place], cut, number, switch=switches[place], stub=stub)
+        for number, place in enumerate(homes)
+    ]
+
+    def forward() -> Any:
+        made: dict[Token, Tensor] = {}
+        output = None
+        for stage in stages:
+            wanted = (token for tokens in stage.incoming.values() for token in tokens)
+            given = {t: made[t].clone() if stage.mutated(t) else made[t] for t in wanted}
+            with _fresh_scope(part):
+                found = stage.forward(part, given, train=False)
+            made.update(found.values)
+            output = found.output
+        return output
+
+    return forward
+
+
+def _refusal(left: list[str]) -> Refusal:
+    named = ", ".join(f"`{name}`" for name in left[:3])
+    return Refusal.of(
+        "S708",
+        f"a forward leaves different values in {named} on different stages",
+        notes=(
+            "one forward writes it and a later one reads it: stage by stage the loss differs from"
+            " that of the unsplit model",
+            "each stage has a copy, and writes only what its own part of the model writes",
+        ),
+        helps=(
+            "write and read it in one module, or in one stage: cut elsewhere",
+            "or leave the pipeline out",
+        ),
+    )

@@ -1,0 +1,320 @@
+"""Checks of modules that run again in backward, on one process and on the meta device.
+
+`RepeatCheck` checks that a second run calls torch with the same arguments; `SavedResults` plays,
+for a comparison, the results that a program saves for the second run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.activation_memory.dropped_tensors import save_tensors
+from schedlang.runtime.activation_memory.selective import NumberedCalls, numbering_of
+from schedlang.runtime.device import RestoredGenerators, module_generators, on_host
+from schedlang.runtime.forward_attributes import AttributeSnapshot
+from schedlang.runtime.pipeline.argument_templates import fill_template, split_tensors
+from schedlang.runtime.scope import capture_scope, current_site
+from schedlang.runtime.submodules import modules_in
+from schedlang.runtime.tracing.meta_runs import name_of
+from schedlang.runtime.tracing.units import CallSwitch
+
+if TYPE_CHECKING:
+    from schedlang.remat import RecomputedRegion
+
+# ---- Whether modules compute the same when they run again: which call of torch differs, and
+# where.
+# Recomputation replays the generators of torch. It cannot replay draws from Python or numpy, or
+# state that a module keeps from call to call. Such a module calls torch with other numbers in its
+# next run, which shows on the meta device: the calls of two runs are compared, with all arguments
+# that are no tensors.
+
+
+SHOWN = 40  # characters of a value in a message
+_OURS = ("torch", "schedlang")
+_NAMES = {"lift_fresh": "from_numpy"}  # the only call that makes a tensor of data
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first call of torch in which two runs of a module differ.
+
+    `first` and `second` are its arguments, or "" where a run does not make the call.  If `drawn` is
+    set, there is no such call: the module has drawn random numbers from this generator.
+    """
+
+    module: str
+    function: str
+    place: str
+    first: str
+    second: str
+    drawn: str = ""
+
+
+class RepeatCheck:
+    """Runs each kind of module twice more than it is called, and compares the calls of torch."""
+
+    def __init__(self, model: nn.Module, kinds: Mapping[str, object]) -> None:
+        self.model, self.names, self.kinds = model, tuple(kinds), kinds
+        self.seen: set[object] = set()
+        self.found: list[Difference] = []
+
+    def run(self, forward: Any) -> list[Difference]:
+        """Return the differences during `forward()`, which calls the model."""
+        switch = CallSwitch(self.model, self.names)
+        try:
+            with switch.using(self._call):
+                forward()
+        finally:
+            switch.remove()
+        return self.found
+
+    def _call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        name = self.names[unit]
+        kind = self.kinds[name]
+        if kind in self.seen:
+            output, drawn = self._called(name, original, args, kwargs)
+            self.found += drawn
+            return output
+        self.seen.add(kind)
+        if torch._C._are_functorch_transforms_active():
+            raise Refusal.of(
+                "S843",
+                f"`{name}` is called inside of a transform of `torch.func`",
+                notes=("a recomputation comes after the transform has ended",),
+                helps=("checkpoint a module around the one that transforms",),
+            )
+        tensors: list[Tensor] = []
+        template = split_tensors((args, kwargs), tensors)
+        module = self.model.get_submodule(name)
+        draws = RestoredGenerators(
+            [torch.default_generator, *module_generators(modules_in(module))]
+        )
+        # state made at the first call exists after it
+        output, drawn = self._called(name, original, args, kwargs)
+        before = AttributeSnapshot(modules_in(module))
+        with draws:
+            first = _calls(original, fill_template(template, tensors))
+        before.store_changes(name)
+        with draws, before.restored():
+            second = _calls(original, fill_template(template, tensors))
+        self.found += list(_differences(name, first, second))[:1] or drawn
+        return output
+
+    def _called(
+        self, name: str, original: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Difference]]:
+        """A call; that it draws is seen by generators that have moved, not by what they gave.
+
+        A layer of a low rate may well draw alike twice, and one of rate 0 tells nothing of others.
+        """
+        module = self.model.get_submodule(name)
+        before = _others(module)
+        output = original(*args, **kwargs)
+        after = _others(module)
+        moved = [where for where, state in after.items() if before.get(where, state) != state]
+        return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
+
+
+def _others(module: nn.Module) -> dict[str, object]:
+    """Return the states of generators that no recomputation replays, by what they are."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        found["`numpy.random`"] = (keys.tobytes(), *rest)
+    for _, one in modules_in(module):
+        for name, value in vars(one).items():
+            if isinstance(value, random.Random):
+                found[f"its own generator `{name}`"] = value.getstate()
+            elif type(value).__module__.startswith("numpy.random") and hasattr(
+                value, "bit_generator"
+            ):
+                found[f"its own generator `{name}`"] = str(value.bit_generator.state)
+    return found
+
+
+@dataclass(frozen=True)
+class _TorchCall:
+    """A call of torch: its function, the line of the model, its arguments except tensor values."""
+
+    function: str
+    place: str
+    given: str
+
+
+def _differences(
+    module: str, first: Sequence[_TorchCall], second: Sequence[_TorchCall]
+) -> Iterator[Difference]:
+    for one, other in zip_longest(first, second):
+        if (
+            one is None
+            or other is None
+            or (one.function, one.given) != (other.function, other.given)
+        ):
+            known = one or other
+            same_function = one is not None and other is not None and one.function == other.function
+            yield Difference(
+                module,
+                known.function,
+                known.place,
+                one.given if one is not None else "",
+                other.given if other is not None and same_function else "",
+            )
+
+
+def _calls(original: Any, given: Any) -> list[_TorchCall]:
+    args, kwargs = given
+    recorder = _CallRecorder()
+    with recorder:
+        original(*args, **kwargs)
+    return recorder.calls
+
+
+class _CallRecorder(TorchFunctionMode):
+    """Records every call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_TorchCall] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        text = ", ".join(filter(None, map(_describe, tree_leaves((args, kwargs)))))
+        name = name_of(func).removesuffix(".default")
+        self.calls.append(_TorchCall(_NAMES.get(name, name), _line(), text))
+        return func(*args, **kwargs)
+
+
+def _describe(value: Any) -> str:
+    """Return a value as text; for tensors, all that is known without data."""
+    if isinstance(value, Tensor):
+        known = f"{list(value.shape)}"
+        if type(value) is Tensor and on_host(value) and not value.requires_grad:
+            return known + "".join(map(repr, value.flatten()[:SHOWN].tolist()))
+        return known
+    if isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if hasattr(value, "tobytes"):  # of numpy
+        return str(value.tolist())
+    return ""
+
+
+def _line() -> str:
+    """Return the line of the model from which torch was called."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+# ---- Tensors as the outer saved-tensor hooks give them back: a second run begins with those.
+
+
+def pass_through_hooks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors after the innermost saved-tensor hooks, detached; requires_grad is
+    kept."""
+    both = zip(tensors, save_tensors(tensors)())
+    return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
+
+
+# ---- Results of operators that are saved for a second run, in the process of a comparison.
+# Programs use `selective.py`: here the first run ends before anything is saved.
+
+
+@dataclass
+class _Result:
+    """The result of one operator: its place, its tensors with their versions, and copies of these.
+
+    `whole`: the result is saved unquantized; if it was written into since (`stale`), the second run
+    computes it again.
+    """
+
+    place: Callable[[], Any]
+    leaves: list[Any]
+    spec: Any
+    whole: bool
+    copies: list[tuple[int, Tensor]]
+    stale: bool = False
+
+    def keep(self) -> None:
+        """Pass the result through the saved-tensor hooks around the operator's module."""
+        saved = iter(self.copies)
+        for k, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                version, copy = next(saved)
+                now = leaf if leaf._version == version else copy
+                self.stale |= self.whole and now is copy
+                with self.place():
+                    (value,) = [now] if self.whole else pass_through_hooks([now])
+                self.leaves[k] = value.detach()
+
+    def given(self) -> Any:
+        """Return the result with cloned tensors, for a caller that may write into them."""
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+class SavedResults:
+    """The results that are saved of one call of a module; unquantized in some `parts` of it."""
+
+    def __init__(self, again: RecomputedRegion, parts: Collection[str] = ()) -> None:
+        self.some, self.parts = again.saves_results, parts
+        self.numbers, self.chosen = numbering_of(
+            again.saved_classes, again.saved_operators, coded=True
+        )
+        self.found: dict[Hashable, _Result] = {}
+
+    def is_saved(self, key: Hashable | None) -> bool:
+        """Return whether the result of the call with this key is saved."""
+        return key is not None and (self.chosen is None or key in self.chosen)
+
+    def run_first(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the first run."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with NumberedCalls(self.numbers, self._store):
+            return inner(*args, **kwargs)
+
+    def save(self) -> None:
+        """Save the results in their order."""
+        for result in self.found.values():
+            result.keep()
+
+    def run_second(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the second run, with saved results in place of the operators."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with NumberedCalls(self.numbers, self._replace):
+            return inner(*args, **kwargs)
+
+    def _store(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        key = run.turns.next_key(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.is_saved(key):
+            leaves, spec = tree_flatten(out)
+            # a later operator may write into them
+            copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
+            whole = any(_is_inside(current_site(), part) for part in self.parts)
+            self.found[key] = _Result(capture_scope(), leaves, spec, whole, copies)
+        return out
+
+    def _replace(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        saved = self.found.get(run.turns.next_key(func, args, kwargs))
+        return func(*args, **kwargs) if saved is None or saved.stale else saved.given()
+
+
+def _is_inside(fqn: str, part: str) -> bool:
+    return fqn == part or fqn.startswith(f"{part}.")

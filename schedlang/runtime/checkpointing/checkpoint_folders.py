@@ -1,0 +1,294 @@
+"""A folder of checkpoints: one folder for each checkpoint, and a file that names the last.
+
+    saved/latest             the names of all, the last first, each with the id of its save
+    saved/step-00000012/     a checkpoint; nothing in it is ever changed
+
+A folder that is being written or removed has a temporary name with a dot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
+from schedlang.runtime.checkpointing.boxes import check_files
+from schedlang.runtime.checkpointing.index import (
+    DCP_INDEX_FILE,
+    INDEX_FILE,
+    Index,
+    Unreadable,
+    read_index,
+)
+from schedlang.runtime.storage.folder import (
+    LOCK,
+    REPLACED,
+    SAVING,
+    LockHeld,
+    fill_folder,
+    leftovers,
+    lock_file,
+    sync,
+    temporary_name,
+)
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_LINE = re.compile(rf"({_STEP.pattern}) ([0-9a-f]{{16}})")
+_PARTS = re.compile(rf"\.{_STEP.pattern}\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(REPLACED)})")
+_FORMER = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # files of a checkpoint in the folder itself
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the last complete checkpoint of a folder of `program.save`; None if there is none.
+
+    Complete means that its index is undamaged and each file exists, of that save and of its length;
+    the checksums of contents are checked by a load. If the last one is damaged, an older one is
+    returned.
+    """
+    return last_complete(resolve_folder(folder))
+
+
+def last_complete(target: Path, but: Path | None = None) -> Path | None:
+    """Return the last complete checkpoint of a folder, except `but`."""
+    try:
+        target = _actual_folder(target)
+        every = [target / name for name in _names(target)] or [target]
+    except OSError:  # not a folder, or not readable
+        return None
+    return next((one for one in every if one != but and _is_complete(one)), None)
+
+
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the real path of a folder, with links resolved; refuse a value that is no path
+    (S618)."""
+    if not isinstance(path, str | os.PathLike):  # an int would be an open file
+        title = f"the place of saved state must be a path, not {kind_of(path)}"
+        raise Refusal.of("S618", title, helps=('name a folder: `"saved"`',))
+    return Path(os.path.realpath(path))
+
+
+def find_checkpoint(target: Path) -> tuple[Path, str | None]:
+    """Return the last checkpoint of a folder, and the id of its save if `latest` names it.
+
+    A folder that is a checkpoint itself is returned. Raises Unreadable or OSError.
+    """
+    target = _actual_folder(target)
+    if (target / LATEST).is_file():
+        name, id_ = _read_latest(target)[0]
+        return target / name, id_
+    if target.is_dir() and not _is_checkpoint_itself(target) and (names := _names(target)):
+        return target / names[0], None
+    return target, None
+
+
+def _is_checkpoint_itself(folder: Path) -> bool:
+    """Return whether a folder is one checkpoint, not a folder of several."""
+    return any((folder / name).is_file() for name in (INDEX_FILE, DCP_INDEX_FILE))
+
+
+def _actual_folder(target: Path) -> Path:
+    """Return the folder, or, if it is empty, what an older save has left between two renames."""
+    has = target.is_dir() and (
+        (target / LATEST).is_file() or _is_checkpoint_itself(target) or bool(_names(target))
+    )
+    if has or not target.parent.is_dir():
+        return target
+    left = [path for path in leftovers(target, REPLACED) if path.is_dir()]
+    return max(left, key=lambda path: path.stat().st_mtime_ns, default=target)
+
+
+def save_step(
+    target: Path,
+    id_: str,
+    step: int,
+    rank: int,
+    keep: int | None,
+    fill: Callable[[Path], None],
+    diagnose: Callable[[BaseException], Diagnostic],
+) -> None:
+    """Let all ranks fill a new checkpoint, and name it as the last when it is completely on the
+    disk.
+
+    `keep - 1` older ones stay. Raises the same Refusal on all ranks; then no file of an older
+    checkpoint has been touched.
+    """
+    with ExitStack() as held:
+        fill_folder(
+            rank,
+            lambda: _make_folder(target, step, held),
+            fill,
+            lambda beside: _publish(target, beside, step, id_, keep),
+            diagnose,
+        )
+
+
+def _make_folder(target: Path, step: int, held: ExitStack) -> Path:
+    """Lock the folder, remove leftovers of dead saves, and create the new folder."""
+    if (target / INDEX_FILE).is_file():
+        raise Refusal.of(
+            "S632",
+            f"`{target}` is a complete checkpoint, and is not changed",
+            helps=("save into its parent folder, or into a new one",),
+        )
+    if target.exists() and not _can_hold_checkpoints(target):
+        raise Refusal.of(
+            "S632",
+            f"`{target}` exists, and is not a folder of checkpoints",
+            notes=("a checkpoint is saved into a folder of checkpoints, or into an empty folder",),
+            helps=("give the path of another folder",),
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        held.enter_context(lock_file(target / LOCK))
+    except LockHeld as other:
+        raise Refusal(other.diagnostic(target)) from None
+    _remove_leftovers(target)
+    beside = temporary_name(target / _name(step, 0), SAVING)
+    beside.mkdir()
+    return beside
+
+
+def _publish(target: Path, beside: Path, step: int, id_: str, keep: int | None) -> None:
+    """Rename the new folder, and then name it as the last: each by one atomic move."""
+    known = [line for line in _latest_lines(target) if (target / line[0]).is_dir()]
+    others = [(name, "0" * 16) for name in _names(target) if name not in dict(known)]
+    name = next(n for k in range(1 << 30) if not os.path.lexists(target / (n := _name(step, k))))
+    sync(beside)
+    beside.rename(target / name)
+    lines = [(name, id_), *others, *known]
+    try:
+        sync(target)
+        sync(target.parent)
+        _write_lines(target, lines)
+    except BaseException:
+        if [found for found, _ in _latest_lines(target)[:1]] != [name]:
+            (target / name).rename(beside)  # `fill_folder` removes it
+        raise
+    for old, _ in lines[keep:] if keep is not None else ():
+        _remove(target / old)
+    _remove_former(target)
+
+
+def _name(step: int, k: int) -> str:
+    """Return the name of a step's checkpoint, or of its `k`-th repetition."""
+    return f"step-{step:08d}" + (f".{k}" if k else "")
+
+
+def _can_hold_checkpoints(target: Path) -> bool:
+    """Return whether checkpoints may be saved in a folder: it holds some, or is empty."""
+    marks = (LATEST, LOCK, DCP_INDEX_FILE)
+    return target.is_dir() and (
+        any((target / mark).is_file() for mark in marks) or not any(target.iterdir())
+    )
+
+
+# -- the file that names the last ------------------------------------------------------------------
+
+
+def _read_latest(target: Path) -> list[tuple[str, str]]:
+    """Return the lines of `latest`, the last checkpoint first. Raises Unreadable or OSError."""
+    if not (target / LATEST).is_file():
+        raise Unreadable(f"`{LATEST}` is missing")
+    with (target / LATEST).open("rb") as file:
+        text = file.read(1 << 20).decode(errors="replace")
+    found = [_LINE.fullmatch(line) for line in text.splitlines()]
+    if not found or not text.endswith("\n") or not all(found):
+        raise Unreadable(f"`{LATEST}` is damaged")
+    return [(match[1], match[match.re.groups]) for match in found if match]
+
+
+def _latest_lines(target: Path) -> list[tuple[str, str]]:
+    """Return the lines of `latest`; empty if it cannot be read."""
+    try:
+        return _read_latest(target)
+    except (OSError, Unreadable):
+        return []
+
+
+def _write_lines(target: Path, lines: list[tuple[str, str]]) -> None:
+    made = target / f".{LATEST}.{secrets.token_hex(4)}{SAVING}"
+    try:
+        with made.open("x") as file:
+            file.write("".join(f"{name} {id_}\n" for name, id_ in lines))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, target / LATEST)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    sync(target)
+
+
+def _names(target: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder: in the order of `latest`, others by step."""
+    there = {path.name: _STEP.fullmatch(path.name) for path in target.iterdir() if path.is_dir()}
+    listed = [name for name, _ in _latest_lines(target) if name in there]
+    more = {n: (int(m[1]), int(m[2] or 0)) for n, m in there.items() if m and n not in listed}
+    new = sorted(more, key=more.__getitem__, reverse=True)
+    return listed + new
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        check_files(folder, read_index(folder))
+    except (OSError, Unreadable):
+        return False
+    return True
+
+
+def checked_index(folder: Path, id_: str | None) -> Index:
+    """Return the index of a checkpoint, of the save in `latest`. Raises Unreadable, OSError."""
+    index = read_index(folder)
+    if id_ is not None and index.id != id_ != "0" * 16:
+        raise Unreadable(f"it is of save `{index.id}`, but `{LATEST}` names `{id_}`")
+    return index
+
+
+# -- removal ---------------------------------------------------------------------------------------
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove leftovers of dead saves; the lock excludes other jobs."""
+    made = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}{re.escape(SAVING)}")
+    for path in list(target.iterdir()):
+        if _PARTS.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif made.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint: rename it first, so that a partial folder is never taken for one."""
+    gone = temporary_name(folder, REPLACED)
+    try:
+        folder.rename(gone)
+    except OSError:
+        return  # the next save tries again
+    shutil.rmtree(gone, ignore_errors=True) if not gone.is_symlink() else gone.unlink()
+
+
+def _remove_former(target: Path) -> None:
+    """Remove a checkpoint of the former format, in the folder itself, and leftovers of its
+    saves."""
+    for path in list(target.iterdir()):
+        if _FORMER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    for ending in (SAVING, REPLACED):
+        for left in leftovers(target, ending):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a checkpoint of `save`, or a folder of such."""
+    return any((Path(path) / name).exists() for name in (LATEST, INDEX_FILE))
+
+
+def is_dcp_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder that torch.distributed.checkpoint has written."""
+    return (Path(path) / DCP_INDEX_FILE).is_file() and not is_checkpoint(path)

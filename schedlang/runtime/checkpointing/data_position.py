@@ -1,0 +1,224 @@
+"""The position of a run besides its parameters: in the data, and of its random generators.
+
+`Trainer` saves it beside a checkpoint, and restores it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import schedlang
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime import device as devices
+
+PlainData = dict[str, Any]
+_LINES = 20  # lines of a difference of schedules in a message
+# attributes where torch's loaders and samplers have generators
+_GENERATOR_PATHS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+
+
+class DataEnded(Exception):
+    """Raised if the data have no further batch, and cannot be started again, or are empty."""
+
+
+class BatchStream:
+    """The batches of an iterable, started again at each end, and the position in it.
+
+    data    any iterable. One with `state_dict` and `load_state_dict` (torchdata's
+            StatefulDataLoader)
+            stores its position itself; with others, the consumed batches are skipped, from the
+            states
+            that generators had at the start of the epoch
+    epoch   how often it was started again; passed to `set_epoch` of the data or of its sampler
+    taken   batches of this epoch so far
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.epoch, self.taken = 0, 0
+        self.data: Any = data
+        self.stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._began: PlainData = {}
+        self._it: Iterator[Any] | None = None
+        self._peeked: list[Any] = []  # the batch that `peek` has returned
+        self._peeked_state: PlainData = {}  # the state before that batch
+
+    def __next__(self) -> Any:
+        """Return the next batch, of a new epoch after the end of one. Raises Ended."""
+        if self._peeked:
+            return self._peeked.pop()
+        batch = next(self._it or self._begin(), self)
+        if batch is self:  # the end of an epoch
+            if not self.taken or self._it is self.data:
+                raise DataEnded
+            self.epoch, self.taken = self.epoch + 1, 0
+            batch = next(self._begin(), self)
+            if batch is self:
+                raise DataEnded
+        self.taken += 1
+        return batch
+
+    def peek(self) -> Any:
+        """Return the next batch without consuming it. Raises Ended."""
+        if not self._peeked:
+            self._peeked_state = self.state()
+            self._peeked.append(next(self))
+        return self._peeked[0]
+
+    def state(self) -> PlainData:
+        """Return the position, with all generators: plain data, if the state of the data is."""
+        if self._peeked:
+            return self._peeked_state
+        return {
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "began": self._began,
+            "data": self.data.state_dict() if self.stateful else None,
+            "generators": generator_states(self.data),
+        }
+
+    def restore(self, saved: Mapping[str, Any], generators_too: bool = True) -> None:
+        """Restore the position of `state`, and the generators. Raises Ended."""
+        self.epoch, self._peeked, self._it = saved["epoch"], [], None
+        self.taken, self._began = 0, saved["began"]
+        current = generator_states(self.data)
+        if saved["data"] is not None and self.stateful:
+            self.data.load_state_dict(saved["data"])
+            self.taken = saved["taken"]
+            if self.taken:  # start now: an iterator draws a seed for its workers at its start
+                self._begin()
+        elif saved["taken"]:
+            restore_generators(self.data, saved["began"])
+            self._begin()
+            for _ in range(saved["taken"]):
+                next(self)
+        restore_generators(self.data, saved["generators"] if generators_too else current)
+
+    def _begin(self) -> Iterator[Any]:
+        if not self.stateful:
+            self._began = generator_states(self.data)
+        for one in (self.data, getattr(self.data, "sampler", None)):
+            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+                set_epoch(self.epoch)
+        self._it = iter(self.data)
+        return self._it
+
+
+# -- checks of a run -------------------------------------------------------------------------------
+
+
+def library_versions() -> PlainData:
+    """Return the versions of schedlang, torch and Python, as saved in a checkpoint."""
+    found = {"schedlang": schedlang.__version__, "python": platform.python_version()}
+    return {**found, "torch": str(torch.__version__)}  # torch's class for versions is no plain text
+
+
+def check_schedule(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
+    """Refuse a schedule that differs from that of a checkpoint, and a checkpoint of no run (S693).
+
+    schedule  the text under which the run continues
+    """
+    if saved is None:
+        title = f"`{last}` does not record the place of its run in the data"
+        helps = (
+            "start the data again, with these parameters: `Trainer(..., accept=True)`",
+            "or give another folder: checkpoints of `Trainer` record this place",
+        )
+        raise Refusal.of("S693", title, helps=helps)
+    if saved["schedule"] == schedule:
+        return
+    before, now = saved["schedule"].splitlines(), schedule.splitlines()
+    compared = difflib.ndiff(before, now)
+    changed = [line for line in compared if line[:1] in "-+" and line[2:]]
+    title = f"`{last}` was saved under another schedule"
+    helps = (
+        "continue with this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
+        "or give the previous schedule, or another folder",
+    )
+    raise Refusal.of("S693", title, notes=tuple(changed[:_LINES]), helps=helps)
+
+
+def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
+    """Refuse to continue if each rank has its own data and their number of parts has changed
+    (S693).
+
+    No position in one division is a position in the other.
+    """
+    if saved["parts"] != parts:
+        title = f"`{last}` was saved with data in {saved['parts']} parts, but here are {parts}"
+        helps = ("give full batches (`local=False`): their place fits any layout",)
+        raise Refusal.of("S693", title, helps=helps)
+
+
+def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
+    """Restore the state of a scheduler from a checkpoint.
+
+    Lists by group of the optimizer keep this rank's values if it has another number of groups than
+    the rank that saved: the current rates are in the optimizer's state.
+    """
+    if scheduler is None or saved is None:
+        return
+    own = {
+        key: value
+        for key, value in scheduler.state_dict().items()
+        if isinstance(value, list) and len(value) != len(saved.get(key) or value)
+    }
+    scheduler.load_state_dict({**saved, **own})
+
+
+# -- generators ------------------------------------------------------------------------------------
+
+
+def generator_states(data: Any = None) -> PlainData:
+    """Return the states of the generators of torch, Python, numpy, and of a loader."""
+    kind = devices.accelerator()
+    found: PlainData = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": None,
+        "device": None if kind is None else devices.default_generator(kind).get_state(),
+        "loader": [one.get_state() for one in _loader_generators(data)],
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        saved = numpy.random.get_state(legacy=False)
+        state = {key: _as_list(value) for key, value in saved["state"].items()}
+        found["numpy"] = {**saved, "state": state}
+    return found
+
+
+def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
+    """Restore the states of `generator_states`; other generators are unchanged."""
+    torch.set_rng_state(saved["torch"])
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if saved["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(saved["numpy"])
+    kind = devices.accelerator()
+    if saved["device"] is not None and kind is not None:
+        devices.default_generator(kind).set_state(saved["device"])
+    for one, state in zip(_loader_generators(data), saved["loader"]):
+        one.set_state(state)
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _loader_generators(data: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, each once."""
+    found: dict[int, torch.Generator] = {}
+    for path in _GENERATOR_PATHS:
+        one = data
+        for name in filter(None, path.split(".")):
+            one = getattr(one, name, None)
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())

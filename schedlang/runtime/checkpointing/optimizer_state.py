@@ -1,0 +1,397 @@
+"""Optimizer state by parameter name, and the state of compressed reductions, in a checkpoint.
+
+`archive` describes and loads both with the functions of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
+from schedlang.runtime.checkpointing.boxes import BoxedTensor, replicated_tensor, zeros
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
+from schedlang.runtime.comm import world
+from schedlang.runtime.storage.folder import run_on_all_ranks
+from schedlang.runtime.storage.offloaded_gradients import local_tensor
+
+if TYPE_CHECKING:
+    from schedlang.runtime.program import Program
+
+# ---- Optimizer state by parameter name: described by all ranks together, and loaded.
+
+
+NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
+Hyper = dict[str, Any]
+
+
+@dataclass
+class SavedOptimizer:
+    """The state of an optimizer without its large tensors; the fields are keys of the checkpoint.
+
+    kind    the optimizer's class; None: no rank has an optimizer
+    groups  hyperparameters, once for each distinct set; `of` has the index of each parameter's set
+    parts   parameter -> state key -> dtype, of tensors that are sharded as the parameter
+    values  parameter -> state key -> other values (the number of steps)
+    """
+
+    kind: str | None = None
+    groups: list[Hyper] = field(default_factory=list)
+    of: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return dict(vars(self))
+
+
+def describe_optimizer(program: Program | None) -> SavedOptimizer:
+    """Gather the state of the optimizers of all ranks; None: this rank has no part of the program.
+
+    Raises Refusal S637 on all ranks for a value that is neither tensor nor plain data, or that
+    differs between ranks although it is not sharded.
+    """
+    mine = run_on_all_ranks(
+        lambda: SavedOptimizer() if program is None else _local_state(program),
+        lambda error: Diagnostic("S637", str(error)),
+    )
+    everyone = world.distinct_objects(mine)
+    out = SavedOptimizer(next((m.kind for m in everyone if m.kind is not None), None))
+    for found in everyone:
+        for name, number in found.of.items():
+            out.of.setdefault(name, _group_number(out.groups, found.groups[number]))
+        for name, parts in found.parts.items():
+            out.parts.setdefault(name, {}).update(parts)
+        for name, values in found.values.items():
+            for key, value in values.items():
+                known = out.values.setdefault(name, {}).setdefault(key, value)
+                if not _equal(known, value):
+                    raise _differing(name, key)
+    for name, values in out.values.items():
+        for key in values.keys() & out.parts.get(name, {}).keys():
+            raise _differing(name, key)
+    return out
+
+
+def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
+    """Return the parameters that this rank's optimizer updates."""
+    if program.optimizer is None:
+        return {}
+    own = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
+
+
+def is_sharded_like(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
+    """Return whether a value of the optimizer's state is sharded as the parameter."""
+    same_shape = (
+        isinstance(value, Tensor) and local_tensor(value).shape == local_tensor(parameter).shape
+    )
+    return same_shape and not hasattr(value, "of_whole")
+
+
+def mark_unsharded(value: Any) -> Any:
+    """Mark a value of a full parameter: it is no shard, whatever its shape."""
+    if isinstance(value, Tensor):  # a row statistic may have the shape of a shard
+        value.of_whole = True  # type: ignore[attr-defined]
+    return value
+
+
+def optimizer_tensors(program: Program) -> dict[tuple[str, str], Tensor]:
+    """Return this rank's shards of the optimizer's state, by parameter and key."""
+    states: Mapping[Any, Any] = {} if program.optimizer is None else program.optimizer.state
+    return {
+        (name, key): local_tensor(value)
+        for name, parameter in trained_parameters(program).items()
+        for key, value in states.get(parameter, {}).items()
+        if is_sharded_like(value, parameter)
+    }
+
+
+def load_optimizer(
+    program: Program, saved: SavedOptimizer, parts: Mapping[tuple[str, str], Tensor]
+) -> None:
+    """Load state into this rank's optimizer: `parts` are local tensors by name and key."""
+    if program.optimizer is None:
+        return
+    owned = trained_parameters(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in program.optimizer.param_groups:
+        found = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        if found is not None:
+            _set_group(group, saved.groups[saved.of[found]])
+    for name, parameter in owned.items():
+        program.optimizer.state.pop(parameter, None)
+        values = saved.values.get(name, {})
+        state = {
+            key: mark_unsharded(_from_plain(value, parameter)) for key, value in values.items()
+        }
+        for key in saved.parts.get(name, {}):
+            state[key] = sharded_like(parts[name, key], parameter)
+        if state:
+            program.optimizer.state[parameter] = state
+
+
+def group_mismatch(program: Program, saved: SavedOptimizer) -> str:
+    """Return why saved hyperparameters do not fit the groups here; "" if they do."""
+    owned = {id(p): name for name, p in trained_parameters(program).items()}
+    groups = program.optimizer.param_groups if program.optimizer is not None else ()
+    named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
+    for _, names in named_groups:
+        other = next((n for n in names if saved.of[n] != saved.of[names[0]]), None)
+        if other is not None:
+            return f"its parameter groups differ: {quote_names([names[0], other])} were in two"
+    for group, names in named_groups:
+        for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
+            if key in group and not _can_replace(group[key], value):
+                return f"`{key}` of its groups has a different type here"
+    return ""
+
+
+def _can_replace(known: Any, new: Any) -> bool:
+    """Return whether a saved value may replace this one."""
+    if isinstance(new, dict) and isinstance(known, Tensor):
+        return bool(new["tensor"].shape == known.shape)
+    number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
+    if isinstance(known, Tensor) or type(known) in (int, float):
+        return number
+    if isinstance(known, list | tuple) and isinstance(new, list | tuple):
+        return len(known) == len(new) and all(map(_can_replace, known, new))
+    return known is None or new is None or type(known) is type(new)
+
+
+def _local_state(program: Program) -> SavedOptimizer:
+    """Return this rank's state, of the parameters for which it is primary."""
+    out, optimizer, a = SavedOptimizer(), program.optimizer, program.assembly
+    if optimizer is None:
+        return out
+    out.kind = type(optimizer).__qualname__
+    owned = trained_parameters(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in optimizer.param_groups:
+        hyper = {key: _to_plain(key, v) for key, v in group.items() if key not in NOT_SAVED}
+        number = _group_number(out.groups, hyper)
+        out.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
+    for name, parameter in owned.items():
+        if not a.holdings[name].is_primary(a.ranks.mesh, a.ranks.rank):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if is_sharded_like(value, parameter):
+                kind = DTYPE_NAMES[value.dtype]
+                out.parts.setdefault(name, {})[key] = kind
+            else:
+                out.values.setdefault(name, {})[key] = _to_plain(f"{name}.{key}", value)
+    return out
+
+
+def _group_number(groups: list[Hyper], one: Hyper) -> int:
+    """Return the index of these hyperparameters in the list; append them if they are new."""
+    for number, known in enumerate(groups):
+        if _equal(known, one):
+            return number
+    groups.append(one)
+    return len(groups) - 1
+
+
+def _to_plain(name: str, value: Any) -> Any:
+    """Return a value as plain data; tensors go to the CPU, with a note if they were elsewhere."""
+    if isinstance(value, Tensor):
+        return {"tensor": local_tensor(value).cpu().clone(), "moved": not value.is_cpu}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_plain(name, one) for one in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise Refusal.of(
+        "S637",
+        f"`{name}` of the optimizer is a `{type(value).__name__}`",
+        notes=("a checkpoint may hold tensors, numbers and strings",),
+        helps=("remove it from the optimizer's state before saving",),
+    )
+
+
+def _from_plain(value: Any, parameter: nn.Parameter) -> Any:
+    """Return the value of `_to_plain`, on the parameter's device if it was not on the CPU."""
+    if isinstance(value, dict):
+        copy: Tensor = value["tensor"].clone()
+        return copy.to(parameter.device) if value["moved"] else copy
+    if isinstance(value, list | tuple):
+        return type(value)(_from_plain(one, parameter) for one in value)
+    return value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
+    parameter = group["params"][0]
+    for key, value in hyper.items():
+        new, known = _from_plain(value, parameter), group.get(key)
+        if isinstance(known, Tensor) and isinstance(new, Tensor):
+            known.copy_(new)  # a compiled step may refer to this tensor
+        else:
+            group[key] = new
+
+
+def sharded_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a state tensor that is sharded as the parameter; the same tensor if it is."""
+    if type(part) is type(parameter.data) and (part.shape, part.device) == (
+        parameter.shape,
+        parameter.device,
+    ):
+        return part
+    made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
+    local_tensor(made).copy_(part)
+    return made
+
+
+def _differing(name: str, key: str) -> Refusal:
+    return Refusal.of(
+        "S637",
+        f"ranks differ in `{key}` of the optimizer for `{name}`",
+        notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
+        helps=(
+            "compute it only from values that are equal on all ranks",
+            "or save it yourself, rank by rank",
+        ),
+    )
+
+
+# ---- The state of compressed reductions in a checkpoint: errors, starts of power iterations.
+# The errors of a parameter are one tensor whose dim 0 is the rank in the group, followed by the
+# dims of the parameter. If the group has the same size after a load, each rank gets its own error
+# back; otherwise all ranks share the sum of the errors equally, so that a later step still adds
+# them. A start belongs to a shard of a matrix, and is loaded by the ranks with that shard.
+
+
+ERRORS, STARTS = ("sums", "errors"), ("sums", "starts")
+SavedResidue = Mapping[str, Any]
+
+
+def describe_residue(program: Program) -> dict[str, Any] | None:
+    """Return a description of the compressor's state over all ranks; None without one."""
+    c = program.assembly.compressor
+    if c is None:
+        return None
+    mine = {
+        "errors": {
+            n: DTYPE_NAMES[m.error.dtype] for n, m in c.memories.items() if m.error is not None
+        },
+        "starts": {
+            f"{n} {_part_key(program, n)}": [list(m.q.shape), DTYPE_NAMES[m.q.dtype]]
+            for n, m in c.memories.items()
+            if m.q is not None
+        },
+    }
+    out: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
+    for found in world.distinct_objects(mine):
+        out["errors"].update(found["errors"])
+        out["starts"].update(found["starts"])
+    return out
+
+
+def residue_tensors(program: Program) -> list[BoxedTensor]:
+    """Return the tensors of this rank's compressor."""
+    c = program.assembly.compressor
+    found: list[BoxedTensor] = []
+    if c is None:
+        return found
+    for name, memory in c.memories.items():
+        if memory.error is not None:
+            place, places = _place_in_group(program), c.group.size
+            found.append(_error_box(program, name, memory.error[None], (place,), places))
+        if memory.q is not None:
+            path = (*STARTS, f"{name} {_part_key(program, name)}")
+            primary = _is_primary(program, name) and _place_in_group(program) == 0
+            found.append(replicated_tensor(path, memory.q, primary=primary))
+    return found
+
+
+def empty_residue(program: Program, saved: SavedResidue | None) -> list[BoxedTensor]:
+    """Return tensors for the compressor state of a checkpoint for this rank's parts."""
+    c = program.assembly.compressor
+    if c is None or saved is None:
+        return []
+    found: list[BoxedTensor] = []
+    places = saved["places"]
+    mine = (_place_in_group(program),) if places == c.group.size else tuple(range(places))
+    for name in c.names:
+        kind = saved["errors"].get(name) if c.codec.feedback else None
+        if kind is not None:
+            shape = local_tensor(program.assembly.parameters[name]).shape
+            empty = zeros((len(mine), *shape), DTYPES[kind])
+            found.append(_error_box(program, name, empty, mine, places))
+        start = f"{name} {_part_key(program, name)}"
+        size, kind = saved["starts"].get(start, ((0, 0), ""))
+        if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
+            found.append(replicated_tensor((*STARTS, start), zeros(size, DTYPES[kind])))
+    return found
+
+
+def restore_residue(
+    program: Program, saved: SavedResidue | None, parts: Sequence[BoxedTensor]
+) -> None:
+    """Load the compressor state that was read; start empty if there was none."""
+    from schedlang.runtime.grad_reduction.compressed import CompressionState
+
+    c = program.assembly.compressor
+    if c is None:
+        return
+    c.step = saved["step"] if saved is not None else 0
+    c.memories.clear()
+    for one in parts:
+        error = one.path[:-1] == ERRORS
+        name = one.path[-1] if error else one.path[-1].rpartition(" ")[0]
+        device = program.assembly.parameters[name].device
+        memory = c.memories.setdefault(name, CompressionState())
+        if error:
+            share = one.local.sum(0) / (1 if len(one.local) == 1 else c.group.size)
+            memory.error = share.reshape(share.shape[0], -1).to(device)
+        else:
+            memory.q = one.local.to(device)
+
+
+def _error_box(
+    program: Program, name: str, held: Tensor, places: tuple[int, ...], count: int
+) -> BoxedTensor:
+    """Return the errors of some of `count` places, for this rank's part of a parameter."""
+    a = program.assembly
+    holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
+    shape = holding.layout.shape
+    at = tuple((at, place, 1) for at, place in enumerate(places))
+    part = (at, *holding.part(mesh, rank))
+    tensor = held.reshape(len(places), *local_tensor(a.parameters[name]).shape)
+    return BoxedTensor((*ERRORS, name), tensor, (count, *shape), part, _is_primary(program, name))
+
+
+def _place_in_group(program: Program) -> int:
+    """Return the place of this rank in the group of the reduction."""
+    a = program.assembly
+    assert a.compressor is not None
+    return a.ranks.mesh.index(a.ranks.rank, a.compressor.group.axes)
+
+
+def _is_primary(program: Program, name: str) -> bool:
+    """Return whether this rank is primary for its part, among those at its place."""
+    a = program.assembly
+    assert a.compressor is not None
+    mesh = a.ranks.mesh
+    first = dict.fromkeys(mesh.fold(a.compressor.group.axes), 0)
+    return a.holdings[name].is_primary(mesh, mesh.rank({**mesh.coordinates(a.ranks.rank), **first}))
+
+
+def _part_key(program: Program, name: str) -> str:
+    """Return the part of a parameter that this rank holds, as text."""
+    a = program.assembly
+    runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
+    return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)

@@ -1,0 +1,114 @@
+"""End ranks whose job store no longer answers.
+
+torch's client waits for an answer without a timeout: if the store's machine is cut off or its
+process is stopped, no request returns. So one thread keeps asking the store, and another checks
+when it last answered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from schedlang.diagnostics.diagnostic import Refusal
+
+LOST_AFTER = 25.0  # seconds without an answer
+EXIT_CODE = 3  # exit code: could not be checked or done
+_CHECK = 1.0  # seconds between two checks
+_GAP = 2.0  # additional seconds; after longer gaps, this process or the machine was stopped
+_KEY = "schedlang/reach"
+
+
+WATCHERS: set[int] = set()  # native ids of threads that only watch
+_watching = False
+
+
+def watch_store(connect: Callable[[], Any]) -> None:
+    """Watch the job's store until this process ends; later calls do nothing.
+
+    connect  makes a connection to the store; called in another thread, since it may wait forever
+    """
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    reach = StoreWatch(connect, LOST_AFTER, _end)
+    names = {reach.poll_store: "asks", reach.check_repeatedly: "looks"}
+    threads = [
+        threading.Thread(target=one, name=f"schedlang: the store, {name}", daemon=True)
+        for one, name in names.items()
+    ]
+    for thread in threads:
+        thread.start()
+    # a thread that returns while Python ends would abort the process
+    atexit.register(reach.stop, threads)
+
+
+class StoreWatch:
+    """Watches when a store last answered; calls `end`, once, if it does not."""
+
+    def __init__(
+        self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]
+    ) -> None:
+        self.connect, self.lost, self.end = connect, lost, end
+        self.ended = threading.Event()
+        self.heard = self.looked = time.monotonic()
+
+    def stop(self, threads: list[threading.Thread]) -> None:
+        """End both threads; do not wait for one that waits for the store."""
+        self.ended.set()
+        for thread in threads:
+            thread.join(2 * _CHECK)
+
+    def poll_store(self) -> None:
+        """Keep asking the store; end if the store is closed, which other code reports."""
+        WATCHERS.add(threading.get_native_id())
+        with suppress(RuntimeError):
+            store = self.connect()
+            while not self.ended.wait(_CHECK):
+                store.add(_KEY, 0)
+                self.heard = time.monotonic()
+        self.ended.set()
+
+    def check_repeatedly(self) -> None:
+        """Keep checking, until the process ends or the store is closed."""
+        WATCHERS.add(threading.get_native_id())
+        while not self.ended.wait(_CHECK):
+            self.check()
+
+    def check(self) -> None:
+        """Call `end` if the store has not answered in time; time in which this process stood is
+        excluded."""
+        now = time.monotonic()
+        stopped, self.looked = now - self.looked - _CHECK, now
+        if stopped > _GAP:
+            self.heard += stopped
+        if now - self.heard > self.lost:
+            self.ended.set()
+            self.end(self.lost)
+
+
+def lost_store_refusal(seconds: float) -> Refusal:
+    """Return the refusal S651: the job's store does not answer."""
+    where = ":".join(filter(None, map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))))
+    at = f" at {where}" if where else ""
+    return Refusal.of(
+        "S651",
+        f"the store of this job{at} has not answered for {seconds:g} s",
+        notes=("its machine is unreachable or down, or the process of the store is stopped",),
+        helps=("let torchrun start the job again: `torchrun --max-restarts 100 ...`",),
+    )
+
+
+def _end(seconds: float) -> None:
+    """End this process, whose main thread waits forever; one rank of each node prints why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(lost_store_refusal(seconds), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_CODE)

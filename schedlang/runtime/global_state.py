@@ -1,0 +1,202 @@
+"""Restore state that a model's code keeps in globals and caches, after a run of the model.
+
+Also: the state of a loss, and the states of the generators of Python and numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.ir import pytree
+from schedlang.runtime.module_state import LIBRARY_PACKAGES, MODEL_LIBRARIES, StateSnapshot
+
+CACHED_FUNCTION = type(functools.cache(lambda: None))
+_OPENED = (dict, list, CACHED_FUNCTION)
+MAX_DEPTH = 3  # nested containers
+MAX_ENTRIES = 4096  # entries of a container that is searched: larger ones are tables
+MISSING = object()  # value of a name that did not exist before
+_closed: set[type] = set()  # classes of values that are no container, cached
+
+Setter = Callable[[Any, Any], None]
+UndoList = list[Callable[[], None]]
+
+
+@contextmanager
+def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[None]:
+    """Run a model's code without values, or in another dtype, and restore its outside state
+    afterwards.
+
+    Models often make masks and tables of positions once, and store them in a global dict, in a
+    variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
+    them. A `loss` must not count the calls made here either, nor keep their means.
+    """
+    classes = {cls for one in model.modules() for cls in type(one).__mro__}
+    own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in LIBRARY_PACKAGES)
+    spaces = _spaces(own)
+    undo: UndoList = []
+    keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
+    # a proof comes here a hundred times, and most functions have no attributes
+    empty = [one for one in spaces if not one[0]]
+    try:
+        for names, put in spaces:
+            if names:
+                _remember(names, put, undo, 0)
+        with restore_loss_state(loss) if keeps else restore_generators():
+            yield
+    finally:
+        for names, put in empty:
+            if names:
+                _put_back(names, {}, put)
+        for back in undo:
+            back()
+
+
+@contextmanager
+def restore_loss_state(loss: Any) -> Iterator[None]:
+    """Restore, after the block, the state of a loss and of random generators."""
+    kept = StateSnapshot(None, loss)
+    try:
+        with restore_generators():
+            yield
+    finally:
+        kept.restore()
+
+
+@contextmanager
+def restore_generators() -> Iterator[None]:
+    """Restore, after the block, the states of Python's and numpy's generators."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
+
+
+@functools.lru_cache(maxsize=16)  # one model is run many times
+def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
+    """List namespaces of modules, classes and functions, and cells, each with its setter."""
+    modules_searched = {name for cls in classes if (name := cls.__module__) in sys.modules}
+    neighbors = set[
+        str
+    ]()  # the modules that are values of a module's globals, or define such values
+    for value in [value for name in modules_searched for value in vars(sys.modules[name]).values()]:
+        home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
+        if isinstance(home, str):
+            neighbors.add(home)
+    # of large libraries only the modules that define the classes are searched
+    modules_searched |= {
+        n
+        for n in neighbors
+        if n in sys.modules and n.split(".")[0] not in LIBRARY_PACKAGES | MODEL_LIBRARIES
+    }
+    modules: list[Any] = [vars(sys.modules[name]) for name in sorted(modules_searched)]
+    functions = {
+        f for s in (*modules, *map(vars, classes)) for f in _functions(s, modules_searched)
+    }
+    found: list[tuple[Any, Setter]] = [
+        (space, partial(_set_item, space))
+        for space in (*modules, *(function.__dict__ for function in functions))
+    ]
+    found += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
+    cells = tuple(cell for function in functions for cell in function.__closure__ or ())
+    return [*found, (cells, partial(_set_cell, cells))]
+
+
+def _set_item(space: Any, key: Any, value: Any) -> None:
+    if value is MISSING:
+        space.pop(key, None)
+    else:
+        space[key] = value
+
+
+def _set_attribute(cls: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(cls, name)
+    else:
+        setattr(cls, name, value)
+
+
+def _set_cell(cells: tuple[CellType, ...], place: int, value: Any) -> None:
+    if value is not MISSING:  # it was not bound
+        cells[place].cell_contents = value
+
+
+def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
+    for value in tuple(space.values()):
+        if isinstance(value, ModuleType):  # it may import what is asked for
+            continue
+        for one in (value, getattr(value, "__wrapped__", value)):  # for a decorator
+            if isinstance(one, FunctionType) and one.__module__ in homes:
+                yield one
+
+
+def _remember(space: Any, put: Setter | None, undo: UndoList, depth: int) -> None:
+    """Append to `undo` what restores the names of a space, and containers and caches under them."""
+    before = _contents(space)
+    undo.append(partial(_put_back, space, before, put))
+    if _closed.issuperset(map(type, before.values())):  # nearly always: no look at each value
+        return
+    for key, value in before.items():
+        if type(value) in _closed:
+            continue
+        if not isinstance(value, _OPENED):
+            _closed.add(type(value))
+        elif isinstance(value, CACHED_FUNCTION):
+            undo.append(partial(_forget, value, value.cache_info().misses))
+        elif depth < MAX_DEPTH and len(value) <= MAX_ENTRIES and key != "__builtins__":
+            inner = partial(_set_item, value) if isinstance(value, dict) else None
+            _remember(value, inner, undo, depth + 1)
+
+
+def _contents(space: Any) -> dict[Any, Any]:
+    """Return names and values; for a list or cells, indices and values."""
+    if isinstance(space, list):
+        return dict(enumerate(space))
+    if isinstance(space, tuple):
+        return dict(enumerate(map(_content, space)))
+    # some make a value when it is looked up, such as transformers' table of activations
+    return dict(dict.items(space)) if isinstance(space, dict) else dict(space)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return MISSING
+
+
+def _forget(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
+
+
+def _put_back(space: Any, before: dict[Any, Any], put: Setter | None) -> None:
+    now = _contents(space)
+    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+        return
+    changed = [k for k, v in now.items() if k not in before or before[k] is not v]
+    held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
+    if put is not None:
+        for key in held:
+            put(key, before.get(key, MISSING))
+    elif held:  # a list has the same indices as before
+        space[:] = before.values()
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, (Tensor, tuple, list, dict)):
+        return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return False

@@ -1,0 +1,614 @@
+"""Run each module of a rank's program on the original's inputs, and compare its results.
+
+Used by proofs to find the first module that computes something wrong.
+
+* `IsolatedModules` separates the modules of a forward, after the consistent generator of TTrace
+  (arXiv 2506.09280): if every module gets the correct inputs, an error does not propagate, and a
+  module with a wrong output is wrong itself. A module passes tensors on in two places: to the
+  modules that it calls, and to its caller. The backward is separated likewise: each tensor that a
+  module passes on gets a random cotangent; the gradients of its inputs (from its caller and from
+  the modules that it called) and of its parameters then depend on this module alone.
+* `OutputComparison` compares what the modules of a rank's program return in an ordinary run,
+  `IsolatedComparison` in a run with separated modules.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from schedlang.ir import pytree
+from schedlang.ir.mesh import Mesh
+from schedlang.runtime import scope
+from schedlang.runtime.checkpointing.holdings import Holding, shard_of
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+from schedlang.runtime.pipeline.stage import as_graph_input
+from schedlang.runtime.propagation.trace import Note
+
+CallFrame = tuple[str, int]  # a module's name, and which of its calls in one pass over the model
+# of one call. Inputs: ("input", its own frame, index) from its caller, ("output", the frame of a
+# called module, index). Outputs: ("hands", the frame of a called module or its own, index)
+TensorPlace = tuple[str, CallFrame, int]
+ShardStarts = list[
+    int | None
+]  # the first class of this rank's shard, for vocabulary-sharded logits
+
+
+def describe_frame(frame: CallFrame) -> str:
+    """Return a call as messages name it: the module, and from the second on the number of the
+    call."""
+    name, turn = frame
+    return (name or "the model") + (f" (call {turn + 1})" if turn else "")
+
+
+@dataclass
+class OriginalCall:
+    """One call of a module of the original: its inputs, outputs, and gradients."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: dict[TensorPlace, Tensor] = field(
+        default_factory=dict
+    )  # without those that are None
+    # by name; gradients through this call only
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RunningCall:
+    """A call that has not returned.
+
+    given   the tensors that it got; hands: those that it passed on
+    starts  first classes of those that are vocabulary-sharded logits
+    undo    restore the containers of its arguments
+    """
+
+    frame: CallFrame
+    module: nn.Module
+    inputs: list[Tensor]
+    received: dict[TensorPlace, Tensor] = field(default_factory=dict)
+    passed_on: dict[TensorPlace, Tensor] = field(default_factory=dict)
+    starts: dict[TensorPlace, int] = field(default_factory=dict)  # of those that are split logits
+    undo: pytree.Undo = field(default_factory=list)  # what its containers held before
+
+
+class IsolatedModules(ABC):
+    """Hooks on all modules of a model that replace the tensors passed between modules.
+
+    Subclasses implement `replace_inputs` and `replace_outputs`, which get the tensors that one
+    module passes on, and return the tensors that the other module gets instead: detached, so that
+    each graph is limited to one module's own code.
+    """
+
+    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+        """Put hooks on the modules of a model, except modules inside `opaque` ones."""
+        self.running: list[RunningCall] = []
+        self.turns: dict[str, int] = {}
+        self.handles: list[Any] = []
+        for name, module in modules_outside(model, opaque):
+            before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True)
+            self.handles += [before, after]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    # -- what differs between the original and a program -------------------------------------------
+
+    @abstractmethod
+    def replace_inputs(
+        self, frame: CallFrame, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Return the inputs that a module gets instead of those that its caller passes."""
+
+    @abstractmethod
+    def replace_outputs(
+        self, call: RunningCall, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Return the outputs that a caller gets instead of those that the module returns."""
+
+    @abstractmethod
+    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+        """Return the gradient to use for a tensor that a module passes on."""
+
+    # -- the hooks ---------------------------------------------------------------------------------
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not name:  # a pass may have ended by an exception: forget it
+                self.running.clear()
+                self.turns.clear()
+            frame = name, self.turns.get(name, 0)
+            self.turns[name] = frame[1] + 1
+            tensors, starts, spec = tensors_of((args, kwargs))
+            if self.running:
+                self._hand(self.running[-1], frame, tensors, starts)
+            inputs = self.replace_inputs(frame, tensors, starts)
+            call = RunningCall(frame, module, inputs, _by_place("input", frame, inputs))
+            self.running.append(call)
+            made = pytree.tree_unflatten(replace_tensors(spec[0], inputs), spec[1])
+            # in-place changes of a container must be visible to the caller
+            return pytree.write_back((args, kwargs), made, call.undo)
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        while self.running and self.running[-1].module is not module:
+            self.running.pop()
+        if not self.running:
+            return output
+        call = self.running[-1]
+        tensors, starts, spec = tensors_of(output)
+        self._hand(call, call.frame, tensors, starts)
+        outputs = self.replace_outputs(call, tensors, starts)
+        self.running.pop()
+        for put_back in reversed(call.undo):
+            put_back()
+        if self.running:
+            self.running[-1].received |= _by_place("output", call.frame, outputs)
+            self.running[-1].starts |= _starts_by_place("output", call.frame, starts)
+        return pytree.tree_unflatten(replace_tensors(spec[0], outputs), spec[1])
+
+    def _hand(
+        self, call: RunningCall, frame: CallFrame, tensors: list[Tensor], starts: ShardStarts
+    ) -> None:
+        call.passed_on |= _by_place("hands", frame, tensors)
+        call.starts |= _starts_by_place("hands", frame, starts)
+
+    # -- backward of one call ----------------------------------------------------------------------
+
+    def gradients(self, call: RunningCall) -> tuple[dict[TensorPlace, Tensor], dict[str, Tensor]]:
+        """Return the gradients of a call's inputs and of its own parameters, for the cotangents."""
+        hands = {p: t for p, t in call.passed_on.items() if t.requires_grad}
+        given = {p: t for p, t in call.received.items() if t.requires_grad}
+        parameters = {
+            n: p for n, p in call.module.named_parameters(recurse=False) if p.requires_grad
+        }
+        if not hands or not (given or parameters) or not torch.is_grad_enabled():
+            return {}, {}
+        cotangents = [self.cotangent(place, value) for place, value in hands.items()]
+        found = torch.autograd.grad(
+            list(hands.values()),
+            [*given.values(), *parameters.values()],
+            cotangents,
+            allow_unused=True,
+        )
+        back = {p: g for p, g in zip(given, found) if g is not None}
+        rest = found[len(given) :]
+        return back, {n: g for n, g in zip(parameters, rest) if g is not None}
+
+
+def _by_place(kind: str, frame: CallFrame, tensors: Sequence[Tensor]) -> dict[TensorPlace, Tensor]:
+    return {(kind, frame, k): tensor for k, tensor in enumerate(tensors)}
+
+
+def _starts_by_place(kind: str, frame: CallFrame, starts: ShardStarts) -> dict[TensorPlace, int]:
+    return {(kind, frame, k): start for k, start in enumerate(starts) if start is not None}
+
+
+def modules_outside(model: nn.Module, opaque: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by name, without those inside opaque modules."""
+    for name, module in model.named_modules():
+        if not any(name.startswith(f"{other}.") for other in opaque):
+            yield name, module
+
+
+def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], Any]]:
+    """Return the tensors of a nest, first classes of sharded logits, and what rebuilds the nest.
+
+    Vocabulary-sharded logits count as this rank's shard without padding.
+    """
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
+    # a head that runs alone passes on its logits
+    leaves = [leaf.full() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
+    tensors: list[Tensor] = []
+    starts: list[int | None] = []
+    for leaf in leaves:
+        if isinstance(leaf, ShardedLogits):
+            mine = leaf.local.shape[-1]
+            true = max(0, min(mine, leaf.classes - leaf.group.rank * mine))
+            tensors.append(leaf.local[..., :true])
+            starts.append(leaf.group.rank * mine)
+        elif isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            starts.append(None)
+    return tensors, starts, (leaves, spec)
+
+
+def replace_tensors(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """Replace the tensors among leaves; the new ones may be modified in place, as a module's
+    outputs may."""
+    out: list[Any] = []
+    rest = iter(tensors)
+    for leaf in leaves:
+        if isinstance(leaf, ShardedLogits):
+            mine = as_graph_input(next(rest))
+            padding = leaf.local.detach()[..., mine.shape[-1] :]
+            local = torch.cat([mine, padding], -1) if padding.shape[-1] else mine
+            out.append(ShardedLogits(local, leaf.group, leaf.classes))
+        else:
+            out.append(as_graph_input(next(rest)) if isinstance(leaf, Tensor) else leaf)
+    return out
+
+
+def detached_copy(value: Tensor, wants: bool) -> Tensor:
+    """Return a detached copy, a leaf of a new graph if it `wants` a gradient."""
+    copy = value.detach().clone()
+    return copy.requires_grad_() if wants and copy.is_floating_point() else copy
+
+
+def random_cotangent(place: TensorPlace, value: Tensor) -> Tensor:
+    """Return a random cotangent for a full tensor; it depends on the place and shape alone."""
+    seed = zlib.crc32(repr(place).encode())
+    # not by torch: the modes of a proof refuse random draws that are not the model's
+    numbers = numpy.random.default_rng(seed).standard_normal(tuple(value.shape))
+    return torch.as_tensor(numbers, dtype=value.dtype)
+
+
+class CallRecorder(IsolatedModules):
+    """Records the calls of the original in one pass, in the order in which they return."""
+
+    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+        super().__init__(model, opaque)
+        self.calls: dict[CallFrame, OriginalCall] = {}
+        self._inputs: dict[CallFrame, list[Tensor]] = {}
+
+    def replace_inputs(
+        self, frame: CallFrame, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Record the inputs; return detached copies."""
+        self._inputs[frame] = [copy_with_flag(tensor) for tensor in tensors]
+        return [copy_with_flag(tensor) for tensor in tensors]
+
+    def replace_outputs(
+        self, call: RunningCall, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Record the outputs and the gradients of the call; return detached copies."""
+        outputs = [copy_with_flag(tensor) for tensor in tensors]
+        back, own = self.gradients(call)
+        self.calls[call.frame] = OriginalCall(self._inputs.pop(call.frame), outputs, back, own)
+        return [copy_with_flag(tensor) for tensor in tensors]
+
+    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+        """Return the cotangent of the full tensor."""
+        return random_cotangent(place, value)
+
+
+def copy_with_flag(tensor: Tensor) -> Tensor:
+    """Return a detached copy that requires a gradient if the tensor does."""
+    return detached_copy(tensor, tensor.requires_grad)
+
+
+OriginalCalls = Mapping[CallFrame, OriginalCall]
+
+
+RTOL = 1e-9
+FLOOR = 1e-12  # relative to the largest norm of its kind in the pass
+
+
+@dataclass(frozen=True)
+class RankView:
+    """The shards of the original's values that a rank has.
+
+    layouts   as in `Traced`
+    partial   parameter -> axes over which its gradient is still to be reduced
+    stages    call -> the stage that makes it; empty without a pipeline
+    spanning  calls that run in several stages, so that no rank sees all of their backward
+    names     (module, attribute) -> the first name of a parameter
+    """
+
+    mesh: Mesh
+    rank: int
+    groups: Mapping[str, Group]
+    layouts: Mapping[CallFrame, Sequence[tuple[Note, ...] | None]]
+    holdings: Mapping[str, Holding]
+    partial: Mapping[str, frozenset[str]]
+    stages: Mapping[CallFrame, int]
+    spanning: frozenset[CallFrame]
+    names: Mapping[tuple[str, str], str]
+
+    def layout_of(self, frame: CallFrame, given: bool, place: int) -> Note | None:
+        """Return the layout of an input (`received`) or output of a call; None if unknown."""
+        if not self.layouts or not frame[0]:
+            return Note()
+        notes = self.layouts.get(frame, (None, None))[0 if given else 1]
+        return notes[place] if notes is not None and place < len(notes) else None
+
+    def shard_of(self, whole: Tensor, note: Note, start: int | None, like: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor; of sharded logits as many classes as `like`
+        has."""
+        whole = whole.detach()
+        if start is not None:
+            return whole[..., start : start + like.shape[-1]]
+        for axis, tag in note.tags.items():
+            at = self.mesh.index(self.rank, axis)
+            positions = tag.positions(whole.shape[tag.dim], self.mesh.size(axis), at)
+            whole = _select_padded(whole, tag.dim, positions, like)
+        return whole
+
+    def all_reduce(self, value: Tensor, axes: frozenset[str]) -> Tensor:
+        """All-reduce a tensor over some axes; all ranks of these axes must call this."""
+        for axis in sorted(axes):
+            if self.groups[axis].size > 1:
+                value = collectives.all_reduce(value, self.groups[axis])
+        return value
+
+
+def _select_padded(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
+    """Select indices of a dim; indices behind its end are padding, and take the values of
+    `like`."""
+    size = whole.shape[dim]
+    there = torch.tensor([index < size for index in positions])
+    found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
+    if found.shape != like.shape or bool(there.all()):
+        return found
+    return torch.where(there.view([-1] + [1] * (found.ndim - 1 - dim % found.ndim)), found, like)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A wrong result of a call: `what` in words, `in_backward` if in backward; error and values."""
+
+    frame: CallFrame
+    what: str
+    error: float
+    in_backward: bool = False
+    got: Tensor | None = None
+    want: Tensor | None = None
+
+
+@dataclass
+class OutputComparison:
+    """Compares what every module returns in an ordinary run.
+
+    calls  those of the original, for each microbatch of this rank
+    seen   (microbatch, call) -> its error, and whether it is within the tolerance
+    """
+
+    view: RankView
+    calls: Sequence[OriginalCalls]  # of the original, for each microbatch of this rank
+    stage: int = 0
+    errors: dict[tuple[int, CallFrame], tuple[float, bool]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    opaque: frozenset[str] = frozenset()
+
+    def add_hooks(self, model: nn.Module, opaque: Collection[str]) -> None:
+        """Put hooks on all modules except those inside opaque ones."""
+        self.opaque = frozenset(opaque)
+        for name, module in modules_outside(model, opaque):
+            module.register_forward_pre_hook(self._before(name))
+            module.register_forward_hook(self._after(name))
+
+    def _before(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if not name:
+                self.turns.clear()
+            self.turns[name] = self.turns.get(name, -1) + 1
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            here = scope.current()
+            frame = name, self.turns.get(name, 0)
+            part = here.microbatch if here is not None else 0
+            call = self.calls[part].get(frame)
+            elsewhere = self.view.stages.get(frame, self.stage) != self.stage
+            # a recomputation repeats a call of the original: only the first counts
+            if call is None or elsewhere or (part, frame) in self.errors:
+                return
+            tensors, starts, _ = tensors_of(output)
+            self.errors[part, frame] = self._worst(frame, call, tensors, starts)
+
+        return hook
+
+    def _worst(
+        self, frame: CallFrame, call: OriginalCall, tensors: list[Tensor], starts: ShardStarts
+    ) -> tuple[float, bool]:
+        worst = 0.0
+        if len(tensors) != len(call.outputs) and frame[0] not in self.opaque:
+            return math.inf, False
+        scale = largest_norm(call.outputs)
+        for k, (got, want, start) in enumerate(zip(tensors, call.outputs, starts)):
+            note = self.view.layout_of(frame, False, k)
+            if note is not None or start is not None:
+                shard = self.view.shard_of(want, note or Note(), start, got)
+                worst = max(worst, relative_error(got.detach(), shard, scale))
+        return worst, worst <= RTOL
+
+
+def largest_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the largest norm among floating-point tensors, without entries that are not finite."""
+    floats = (t.detach() for t in tensors if t.is_floating_point())
+    norms = (float(torch.where(t.abs() < 1e30, t, 0).double().norm()) for t in floats)
+    return max(norms, default=0.0)
+
+
+def relative_error(got: Tensor, want: Tensor, scale: float) -> float:
+    """Return the relative error; infinite for another shape or for values that are not finite."""
+    if got.shape != want.shape:
+        return math.inf
+    if not got.is_floating_point():
+        return float((got != want).any())
+    same = (got == want) | ~want.isfinite()  # masks contain -inf; the mean over no label is NaN
+    gap = torch.where(same, 0, got - want).double()
+    size = float(torch.where(want.isfinite(), want, 0).double().norm())
+    error = float(gap.norm())
+    if not math.isfinite(error):
+        return math.inf
+    size += FLOOR / RTOL * scale
+    return error / size if size else math.inf if error else 0.0
+
+
+class IsolatedComparison(IsolatedModules):
+    """Gives every module the original's inputs, and records its wrong results."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        view: RankView,
+        calls: Sequence[OriginalCalls],
+        opaque: Collection[str],
+    ) -> None:
+        super().__init__(model, opaque)
+        self.opaque = frozenset(opaque)
+        self.view, self.references, self.stage = view, calls, 0
+        self.findings: list[Finding] = []
+        self.judged: set[str] = set()
+        self.unknown: set[str] = set()
+        self._blind = False  # something of the running call is unknown
+
+    def _reference(self, frame: CallFrame) -> OriginalCall | None:
+        here = scope.current()
+        call = self.references[here.microbatch if here is not None else 0].get(frame)
+        elsewhere = self.view.stages.get(frame, self.stage) != self.stage
+        return None if elsewhere else call
+
+    def _compare(
+        self,
+        frame: CallFrame,
+        what: str,
+        got: Tensor,
+        want: Tensor,
+        scale: float,
+        back: bool = False,
+    ) -> None:
+        error = relative_error(got.detach(), want, scale)
+        if not error <= RTOL:
+            # values are stored for the first of each kind
+            known = any(one.in_backward == back for one in self.findings)
+            values = (None, None) if known else (got.detach().clone(), want.clone())
+            self.findings.append(Finding(frame, what, error, back, *values))
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def replace_inputs(
+        self, frame: CallFrame, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Return the original's inputs; another value is a fault of the caller."""
+        call = self._reference(frame)
+        if call is None or len(call.inputs) != len(tensors):
+            return tensors
+        caller = self.running[-1].frame if self.running else None
+        what = f"what it hands to {frame[0]}"
+        return self._forced(caller, frame, what, call.inputs, tensors, starts, True)
+
+    def replace_outputs(
+        self, call: RunningCall, tensors: list[Tensor], starts: ShardStarts
+    ) -> list[Tensor]:
+        """Return the original's outputs; another value is a fault of this module."""
+        original = self._reference(call.frame)
+        if original is None:
+            return tensors
+        same = len(original.outputs) == len(tensors)
+        if not same and call.frame[0] not in self.opaque:
+            self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
+            return tensors
+        self.judged.add(call.frame[0])
+        forced = self._forced(
+            call.frame, call.frame, "its output", original.outputs, tensors, starts, False
+        )
+        if same and call.frame not in self.view.spanning:
+            self._backward(call, original)
+        return [*forced, *tensors[len(forced) :]]
+
+    def _forced(
+        self,
+        guilty: CallFrame | None,
+        frame: CallFrame,
+        what: str,
+        wanted: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        starts: ShardStarts,
+        given: bool,
+    ) -> list[Tensor]:
+        out, scale = [], largest_norm(wanted)
+        for k, (got, whole, start) in enumerate(zip(tensors, wanted, starts)):
+            note = self.view.layout_of(frame, given, k)
+            if note is None and start is None:
+                self.unknown.add(frame[0])
+                out.append(got)
+                continue
+            want = self.view.shard_of(whole, note or Note(), start, got)
+            if guilty is not None:
+                self._compare(guilty, what, got, want, scale)
+                flows = whole.requires_grad and torch.is_grad_enabled()
+                if flows and not got.requires_grad and guilty not in self.view.spanning:
+                    self.findings.append(Finding(guilty, f"{what} is detached", math.inf, True))
+            same = want.shape == got.shape
+            out.append(detached_copy(want if same else got, whole.requires_grad))
+        return out
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+        """Return this rank's shard of the cotangent; where shards are added, a share of it."""
+        _, frame, k = place
+        own = bool(self.running) and frame == self.running[-1].frame
+        original = self._reference(frame)
+        if original is None:
+            return torch.zeros_like(value)  # the original has no such module
+        whole = random_cotangent(place, original.outputs[k] if own else original.inputs[k])
+        note, start = self.view.layout_of(frame, not own, k), self.running[-1].starts.get(place)
+        part = self.view.shard_of(whole, note or Note(), start, value)
+        if (note is None and start is None) or part.shape != value.shape:
+            self._blind = True
+            return torch.zeros_like(value)
+        entered = note.entered if note is not None else frozenset()
+        return part / math.prod(self.view.mesh.size(axis) for axis in entered)
+
+    def _backward(self, call: RunningCall, known: OriginalCall) -> None:
+        self._blind = False
+        back, own = self.gradients(call)
+        if self._blind:
+            self.unknown.add(call.frame[0])
+            return
+        scale = max((float(g.double().norm()) for g in known.gradients.values()), default=0.0)
+        for place, whole in known.gradients.items():
+            leaf, start = call.received.get(place), call.starts.get(place)
+            note = self.view.layout_of(place[1], place[0] == "input", place[2])
+            if leaf is None or (note is None and start is None):
+                continue
+            note = note or Note()
+            got = self.view.all_reduce(back.get(place, torch.zeros_like(leaf)), note.entered)
+            what = f"the gradient of {_tensor_text(place, call.frame)}"
+            want = self.view.shard_of(whole, note, start, got)
+            self._compare(call.frame, what, got, want, scale, True)
+        parameters = dict(call.module.named_parameters(recurse=False))
+        for name, whole in known.parameters.items():
+            if name not in parameters:
+                continue  # another module is here
+            first = self.view.names[call.frame[0], name]
+            holding = replace(self.view.holdings[first], sliced=())
+            part = shard_of(whole, holding, self.view.mesh, self.view.rank)
+            mine = own.get(name)
+            mine = torch.zeros_like(part) if mine is None else mine
+            got = self.view.all_reduce(mine, self.view.partial.get(first, frozenset()))
+            self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
+
+
+def _tensor_text(place: TensorPlace, own: CallFrame) -> str:
+    kind, frame, k = place
+    return f"its input {k}" if frame == own and kind == "input" else f"the output of {frame[0]}"
+
+
+def worst_findings(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield one finding for each module and text, with its largest error, in order."""
+    found: dict[tuple[str, str], Finding] = {}
+    for one in findings:
+        first = found.setdefault((one.frame[0], one.what), one)
+        found[one.frame[0], one.what] = replace(first, error=max(first.error, one.error))
+    yield from found.values()

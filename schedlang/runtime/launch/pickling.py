@@ -1,0 +1,62 @@
+"""Pickle functions and values for another process with the same interpreter."""
+
+from __future__ import annotations
+
+import io
+import marshal
+import pickle
+import sys
+import types
+from typing import IO, Any
+
+from schedlang.diagnostics.diagnostic import Refusal
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value for `pickle.loads`; see `dump`."""
+    with io.BytesIO() as file:
+        dump(value, file)
+        return file.getvalue()
+
+
+def dump_job(value: Any) -> bytes:
+    """Pickle the function and arguments of a job; refuse (S867) a model that cannot be pickled."""
+    try:
+        return dumps(value)
+    except Exception as error:  # a `__reduce__` may raise anything
+        raise Refusal.of(
+            "S867",
+            "the model cannot be sent to its ranks",
+            notes=(f"pickling what they are given raises {type(error).__name__}: {error}",),
+            helps=(
+                "keep compiled functions, locks, files and generators out of its attributes",
+                "or give the class that holds them a `__reduce__`",
+            ),
+        ) from error
+
+
+def dump(value: Any, file: IO[bytes]) -> None:
+    """Pickle a value by cloudpickle (closures and `__main__` included), for `pickle.load`.
+
+    Code objects keep their file names, which cloudpickle drops from 3.1.3 on: without them a rank's
+    traceback shows no lines, and the source of a function cannot be found. `marshal` keeps them;
+    both processes run the same interpreter.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    plain = _reduce_tensor if "torch" in sys.modules else lambda value: NotImplemented
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, types.CodeType):
+                return marshal.loads, (marshal.dumps(value),)
+            found = plain(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+
+
+def _reduce_tensor(value: Any) -> Any:
+    from schedlang.runtime.comm import tensor_pickling
+
+    return tensor_pickling.reduce_tensor(value)

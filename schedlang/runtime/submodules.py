@@ -1,0 +1,77 @@
+"""Walk the modules inside a module fast, without a Python call for each: used within steps.
+
+Also: hooks for the time of a block, and the arguments of first calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+CallArguments = tuple[Any, Any]  # positional arguments, and keyword arguments
+Modules = list[tuple[str, nn.Module]]  # by path, outermost first
+
+
+def modules_in(module: nn.Module) -> Modules:
+    """Return a module and all modules inside it by path, each once, outermost first."""
+    found: Modules = []
+    seen: set[int] = set()
+    pending = [("", module)]
+    while pending:
+        path, one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        found.append((path, one))
+        prefix = path + "." if path else ""
+        for name, child in reversed(one._modules.items()):
+            if child is not None:
+                pending.append((prefix + name, child))
+    return found
+
+
+class ModuleWalk:
+    """The modules inside a module; walked anew only if a child was added, removed or replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: Modules = []
+        self._children: list[dict[str, nn.Module | None]] = []
+
+    def current(self) -> Modules:
+        """Return the current result of `modules_in`."""
+        changed = [k for (_, one), k in zip(self.found, self._children) if one._modules != k]
+        if changed or not self.found:
+            self.found = modules_in(self.module)
+            self._children = [dict(one._modules) for _, one in self.found]
+        return self.found
+
+
+@contextmanager
+def remove_hooks_after(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove hooks at the end of a block, by the handles that torch returned for them."""
+    registered = [*handles]
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
+@contextmanager
+def record_first_calls(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[dict[str, CallArguments]]:
+    """Record, within a block, the arguments of the first call of each of these modules."""
+    calls: dict[str, CallArguments] = {}
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, (args, kwargs))
+
+    each = [(model.get_submodule(name), partial(note, name)) for name in sorted(names)]
+    with remove_hooks_after(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in each):
+        yield calls

@@ -1,0 +1,474 @@
+"""Record one forward: the values that flow between units, and the costs of each unit.
+
+Costs are operations, and bytes that are saved for backward.  `record_forward` gives a
+`StageGraph`, which is split into stages before there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir import pytree
+from schedlang.runtime.batch import run_forward
+from schedlang.runtime.tracing.meta_runs import KnownValues, LiteralsMode, meta_batch, meta_model
+from schedlang.runtime.tracing.stage_graph import (
+    OutputLeaf,
+    Reads,
+    StageGraph,
+    Token,
+    refusal,
+    unit_labels,
+)
+from schedlang.runtime.tracing.units import CallHook, CallSwitch, intercept_hooks
+
+
+class UnitCosts:
+    """Costs of units in one forward, which may run on the meta device.
+
+    flops  operations of each unit
+    saved  bytes that each unit saves for backward; a storage counts once for each unit
+    given  bytes of each unit's arguments that require a gradient
+    """
+
+    def __init__(self, units: int) -> None:
+        self.flops, self.saved, self.given = [0] * units, [0] * units, [0] * units
+        self._never: set[int] = set()
+        self._alive: list[Any] = []  # another storage may get the address of a freed one
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count no bytes for a tensor: a parameter or a buffer is stored anyway."""
+        self._never.add(key_of(tensor))
+
+    @contextmanager
+    def counting(self, unit: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which saved tensors count for one unit; counts the unit's arguments, too."""
+        seen = set(self._never)
+        self.given[unit] += sum(self._size(t, seen) for t in arguments if t.requires_grad)
+        seen = set(self._never)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.count_saved(unit, tensor, self._size(tensor, seen))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def count_saved(self, unit: int, tensor: torch.Tensor, size: int) -> None:
+        """Count a tensor that autograd saves; `size`: bytes not counted for this call before."""
+        self.saved[unit] += size
+
+    def count_operations(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Count the operations of one operator, where torch has a formula for it."""
+        formula = flop_counter.flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops[unit] += int(formula(*args, **kwargs, out_val=output))
+
+    def _size(self, tensor: torch.Tensor, seen: set[int]) -> int:
+        key = key_of(tensor)
+        if key in seen:
+            return 0
+        seen.add(key)
+        self._alive.append(tensor)
+        try:
+            return int(tensor.untyped_storage().nbytes())
+        except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
+            return tensor.numel() * tensor.element_size()
+
+
+def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Return the operations of one operator: by torch's formula, else one per output element."""
+    formula = flop_counter.flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=output))
+    return float(sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor)))
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, unique while it lives; works without a storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+@contextmanager
+def counting_costs(burden: UnitCosts, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Context in which the costs of calls of these modules are counted in `burden`.
+
+    A call inside of another module's call counts for the inner module.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        burden.leave_out(tensor)
+    mode = _Operators(burden)
+    switch = CallSwitch(model, names)
+
+    def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        mode.unit, outer = unit, mode.unit
+        try:
+            with burden.counting(unit, given):
+                return original(*args, **kwargs)
+        finally:
+            mode.unit = outer
+
+    try:
+        with switch.using(handle), mode:
+            yield
+    finally:
+        switch.remove()
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that counts every operator that runs in a unit."""
+
+    def __init__(self, burden: UnitCosts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.burden = burden
+        self.unit: int | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.unit is not None:
+            self.burden.count_operations(self.unit, func, args, kwargs or {}, output)
+        return output
+
+
+Mark = tuple[str, Any]  # ("out", token) | ("inner", unit) | ("param", name) | ("buffer", name)
+Marks = frozenset[Mark]
+ONCE = "S601"
+# (unit, its arguments, leaves of its output, their structure, numbers of leaves it has written to)
+OnUnit = Callable[[int, Any, list[Any], Any, frozenset[int]], None]
+NONE: Marks = frozenset()
+
+# the result depends on the shapes of the tensor arguments, not on their values
+SHAPE_ONLY = {
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+}
+# the result goes to Python, or decides a shape: later code may depend on it
+DECIDES = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
+CONTROL = {*DECIDES, "aten::nonzero"}
+
+
+def record_forward(
+    model: nn.Module,
+    units: Sequence[str],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    meta: bool = True,
+    met: OnUnit | None = None,
+) -> StageGraph:
+    """Run the model once, and record what each unit reads of the others.
+
+    `kwargs` are the model's keyword arguments (real or meta tensors).  With `meta` a copy runs on
+    the meta device, so weights are neither needed nor changed.  The loss is `loss(output, kwargs)`,
+    else the output's `.loss`, else a scalar output.  `met` is called for each unit whose output's
+    form is decided by the shapes of its arguments, and not by values or random draws.
+    Raises Refusal S601 if a unit is not called exactly once, or not in the order of `units`, and
+    S611 if code between units reads an unknown value.
+    """
+    subject = meta_model(model, {}) if meta else model
+    recorder = _Recorder(subject, units, met)
+    given = dict(meta_batch(dict(kwargs)) if meta else kwargs)
+    if meta:
+        recorder.constants.store_values(kwargs, given)
+    switch = CallSwitch(subject, units)
+    try:
+        # random draws here must not change the program's later draws
+        same_rng = torch.random.fork_rng(devices=[])
+        device = torch.device("meta") if meta else nullcontext()
+        literals = LiteralsMode(recorder.constants)
+        calls = switch.using(recorder.call)
+        with same_rng, torch.enable_grad(), device, calls, recorder, literals:
+            output, value = run_forward(subject, given, loss)
+    except Exception as error:
+        if recorder.guessed is not None:
+            raise recorder.guessed from error
+        raise
+    finally:
+        switch.remove()
+    return recorder.graph(output, value)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that propagates marks of storages, which views, writes and detached aliases share."""
+
+    def __init__(self, model: nn.Module, units: Sequence[str], met: OnUnit | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met = met
+        self.unsure: set[int | None] = set()  # units that draw, or read values
+        self.model, self.units, self.labels = model, tuple(units), unit_labels(units)
+        self.marks: dict[int, Marks] = {}
+        self.owner: dict[int, Token] = {}  # storage of a returned leaf -> its token
+        self.alive: list[Any] = []  # another storage may get the address of a freed one
+        self.inside: int | None = None
+        self.arguments: list[torch.Tensor] = []
+        self.quiet = False
+        self.called: list[int] = []
+        self.read: list[Marks] = [NONE] * len(units)
+        self.held: dict[int, Mark] = {}  # storage of a parameter or buffer -> its mark
+        self.between: list[Marks] = [NONE] * (len(units) + 1)
+        self.owners: dict[str, set[int]] = {}
+        self.control: Marks = NONE
+        self.leaves: dict[Token, OutputLeaf] = {}
+        self.mutated: set[Token] = set()
+        self.constants = KnownValues(on_read=self._note_read)
+        # the refusal if the code behind all units fails with the sizes that it was given
+        self.guessed: Refusal | None = None
+        self.burden = UnitCosts(len(units))
+        self.ran: list[list[Any]] = [[] for _ in range(2 * len(units) + 1)]
+        for name, parameter in model.named_parameters():
+            self._hold(parameter, ("param", name))
+        for name, buffer in model.named_buffers():
+            self._hold(buffer, ("buffer", name))
+
+    def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
+        self._set(tensor, frozenset({mark}))
+        self.burden.leave_out(tensor)
+        storage = _storage(tensor)
+        if storage is not None:
+            self.held[storage] = mark
+
+    def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        """Handle one call of a unit, and mark its outputs."""
+        name = self.labels[unit]
+        if torch._C._are_functorch_transforms_active():
+            raise refusal(
+                "S610",
+                name,
+                "is called inside of a transform of `torch.func`, which no stage has all of",
+                "cut outside of the module that transforms",
+            )
+        if self.inside is not None:
+            raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
+        if unit in self.called:
+            raise refusal(
+                ONCE,
+                name,
+                "is called more than once in one forward: no stage can start at it",
+                "cut outside the loop that calls it",
+            )
+        if self.called and unit < self.called[-1]:
+            after = self.labels[self.called[-1]]
+            raise refusal(ONCE, name, f"is called after `{after}`, against the order of the list")
+        self.called.append(unit)
+        self.read[unit] |= self.control
+        self.inside = unit
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        before, sides = [(t, t._version) for t in self.arguments], count()
+
+        def on_hook(name: str, place: int, call: CallHook, given: Any, output: Any) -> Any:
+            self.unsure.add(unit)  # the output does not show what hooks get
+            leaves, spec = pytree.tree_flatten(output)
+            marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
+            return call(given, pytree.tree_unflatten(marked, spec))
+
+        module = self.model.get_submodule(self.units[unit])
+        with self.burden.counting(unit, self.arguments), intercept_hooks(module, on_hook):
+            output = original(*args, **kwargs)
+        self.inside = None
+        leaves, spec = pytree.tree_flatten(output)
+        if self.met is not None and unit not in self.unsure:
+            changed = {id(t) for t, version in before if t._version != version}
+            written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
+            self.quiet = True
+            self.met(unit, (args, kwargs), leaves, spec, written)
+            self.quiet = False
+        marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(marked, spec)
+
+    def _return(self, unit: int, index: int, leaf: Any) -> Any:
+        """Return a copy of a returned tensor, whose new storage has the unit's mark."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self.read[unit] |= self._of(leaf) - {("inner", unit)}  # an input that is passed through
+        self.quiet = True
+        copied = leaf.clone()
+        self.quiet = False
+        token = (unit, index)
+        self._set(copied, frozenset({("out", token)}))
+        self.owner[copied.untyped_storage()._cdata] = token
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        self.leaves[token] = OutputLeaf(tuple(leaf.shape), dtype, leaf.requires_grad)
+        return copied
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _by_shapes(func):
+            self.unsure.add(self.inside)
+        output = self.constants.run(func, args, kwargs, self._unknown)
+        if not self.quiet:
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _note_read(self, value: Any) -> Any:
+        self.unsure.add(self.inside)
+        return value
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {s for t in inputs if (s := _storage(t)) is not None}
+        given = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in given if _storage(t) not in known]
+        at = 2 * len(self.called) if self.inside is None else 2 * self.inside + 1
+        self.ran[at].append((id(func), *((t.shape, t.dtype) for t in given)))
+        written = _written(func, args, kwargs)
+        name = func._schema.name
+        if name in SHAPE_ONLY or not (fresh or written or name in CONTROL):
+            read = NONE  # a view reads nothing yet
+        else:
+            read = NONE.union(*(self._of(t) for t in inputs))
+        unit = self.inside
+        if unit is None:
+            made = read
+            self.between[len(self.called)] |= {self.held[s] for s in known if s in self.held}
+            if name in CONTROL:
+                self.control |= read
+        else:
+            self.burden.count_operations(unit, func, args, kwargs, output)
+            made = frozenset({("inner", unit)})
+            self.read[unit] |= read - made
+            for kind, what in (self.held[s] for s in known if s in self.held):
+                if kind == "param":
+                    self.owners.setdefault(what, set()).add(unit)
+        for tensor in fresh:
+            self._set(tensor, made)
+        for tensor in written:
+            self._write(tensor, made)
+
+    def _write(self, tensor: torch.Tensor, made: Marks) -> None:
+        storage = _storage(tensor)
+        if storage in self.owner:
+            self.mutated.add(self.owner[storage])
+        self._set(tensor, self._of(tensor) | made)
+
+    def _of(self, tensor: torch.Tensor) -> Marks:
+        storage = _storage(tensor)
+        return NONE if storage is None else self.marks.get(storage, NONE)
+
+    def _set(self, tensor: torch.Tensor, marks: Marks) -> None:
+        storage = _storage(tensor)
+        if storage is not None:
+            self.alive.append(tensor.untyped_storage())
+            self.marks[storage] = marks
+
+    def _unknown(self, func: Any) -> int:
+        """Return 0 for a value that the model reads, and that a meta tensor does not have.
+
+        Inside a unit the unit counts as reading all its arguments.  Between units the value decides
+        what runs next: raises Refusal S611.  Behind all units a size has no effect on other stages.
+        """
+        if self.inside is None:
+            behind = self.called[-1:] == [len(self.units) - 1]
+            title = "the forward reads the value of a tensor between modules"
+            helps = [
+                "read shapes instead, or read values inside a module: stages are recorded"
+                " without data"
+            ]
+            if behind:
+                title = "the loss, or the end of the forward, reads the value of a tensor"
+                helps.append("what a loss keeps may be a tensor: `self.mean += loss.detach()`")
+            note = f"after `{self.labels[self.called[-1]]}`" if self.called else ""
+            between = refusal("S611", "", title, *helps, note=note)
+            if func._schema.name in DECIDES or not behind:
+                raise between
+            self.guessed = self.guessed or between
+            return 0
+        for tensor in self.arguments:
+            self.read[self.inside] |= self._of(tensor)
+        return 0
+
+    def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
+        """Return the recorded graph; the forward must have ended."""
+        for unit, name in enumerate(self.labels):
+            if unit not in self.called:
+                raise refusal(ONCE, name, "is not called in this forward")
+        final, partial = self.control, {}
+        if loss is not None:
+            final |= self._of(loss)
+        for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+            if not isinstance(leaf, torch.Tensor) or leaf is loss:
+                continue
+            marks = self._of(leaf)
+            inner = frozenset(what for kind, what in marks if kind == "inner")
+            # tensors that hooks got are sent if the loss needs them, but not for an output alone
+            inner |= {what[0] for kind, what in marks - final if kind == "out" and what[1] < 0}
+            if inner:
+                partial[pytree.keystr(path)] = inner
+            else:
+                final |= marks
+        leaves = {
+            token: OutputLeaf(leaf.shape, leaf.dtype, leaf.differentiable, token in self.mutated)
+            for token, leaf in self.leaves.items()
+        }
+        numbers: dict[Any, int] = {}  # equal lists of operators get equal numbers
+        return StageGraph(
+            self.units,
+            tuple(_reads(marks) for marks in self.read),
+            _reads(final),
+            leaves,
+            tuple(_reads(marks) for marks in self.between),
+            {name: frozenset(found) for name, found in self.owners.items()},
+            partial,
+            tuple(self.burden.flops),
+            tuple(self.burden.saved),
+            tuple(self.burden.given),
+            tuple(numbers.setdefault(tuple(one), len(numbers)) for one in self.ran),
+        )
+
+
+@cache
+def _by_shapes(func: Any) -> bool:
+    """Return whether shapes alone decide the form of an operator's result, without random draws."""
+    tags = torch.Tag
+    unsure = {tags.nondeterministic_seeded, tags.data_dependent_output, tags.dynamic_output_shape}
+    return unsure.isdisjoint(func.tags)
+
+
+def _reads(marks: Marks) -> Reads:
+    parts = [
+        frozenset(what for kind, what in marks if kind == wanted)
+        for wanted in ("out", "inner", "param", "buffer")
+    ]
+    return Reads(*parts)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and wrapper tensors have none
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensor arguments that an operator writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    values = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            values += pytree.tree_leaves(value)
+    return [t for t in values if isinstance(t, torch.Tensor)]

@@ -1,0 +1,202 @@
+"""Check training loops that a user writes around a program's module; refuse what would train wrong.
+
+* A backward outside of a step that reaches parameters whose gradients a step all-reduces after its
+  last backward.
+* The norm of gradients, a loss scale that depends on gradients, or an optimizer that needs full
+  tensors, where a rank has shards.
+* A copy of a module with slices, and new parameters in place of those that a step trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import python_span
+from schedlang.runtime.adapters.fully_shard import not_copied
+from schedlang.runtime.adapters.torch_clip import check_clipping, hear_of_unscaling
+from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
+from schedlang.runtime.grad_reduction.zero import own_backward
+from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
+
+_STEP = "use `train_step` and `eval_step`"
+_SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
+_given_out: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
+
+
+def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
+    """Return the module of a program for loops of the user.
+
+    Raises Refusal S617 where a loop cannot train with the module, as with offloaded gradients.
+    """
+    if a.tokens is not None:
+        title = f"`{a.context[0]}` splits sequences: a program has no module to call"
+        raise Refusal.of("S617", title, helps=(f"{_STEP}: they split the sequences",))
+    if a.stage_axis is not None:
+        title = f"the pipeline over `{a.stage_axis}` has no single module"
+        helps = (f"{_STEP}: each rank runs a stage of the model",)
+        raise Refusal.of("S617", title, helps=helps)
+    if offloads_gradients:
+        title = "offloaded gradients leave the device at once: your own loop would find none"
+        raise Refusal.of("S617", title, helps=(_STEP,))
+    if not a.local_parameters.guarded:
+        a.local_parameters.guarded = True
+        not_copied(a.module, _refuse_copy)
+        _given_out.update(a.module.modules())
+        _hear_of_new()
+        _guard_sums(a.local_parameters, a.reductions)
+        _guard_shards(a)
+    return a.module
+
+
+@functools.cache
+def _hear_of_new() -> None:
+    """Look from now on at parameters and modules that are put into those of a program."""
+    register_module_parameter_registration_hook(_check_new)
+    register_module_module_registration_hook(_check_new)
+
+
+def _check_new(module: nn.Module, name: str, new: object) -> None:
+    """Raise Refusal S617 where a step would neither train nor save what is put there."""
+    if module in _given_out and new is not getattr(module, name, None):
+        raise Refusal.of(
+            "S617",
+            f"a new `{name}` in a module of a program would be neither trained nor saved",
+            notes=(f"a program trains what it was built with, in this `{type(module).__name__}`",),
+            helps=(
+                "set values in place: `with torch.no_grad(): parameter.copy_(value)`",
+                "or change the model, and build a program of it",
+            ),
+        ).at(python_span())
+
+
+def no_copy(title: str) -> Refusal:
+    """S617 of a copy whose ranks could not work together."""
+    helps = (
+        "`program.state_dict()` has whole values, for averages of weights or a copy of the model",
+        "a second program: `sch.build(...)` again, then `load_state_dict`",
+    )
+    return Refusal.of("S617", title, helps=helps).at(python_span())
+
+
+def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:
+    raise no_copy(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
+
+
+def _guard_sums(held: LocalParameters, sums: Iterable[GradientReduction]) -> None:
+    """Refuse a backward outside of a step if it reaches gradients that are all-reduced over
+    ranks."""
+    for one in sums:
+        for name in one.names if one.group.size > 1 else ():
+            parameter = held[name]
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # else it accepts no hook; it may be trained later
+            parameter.register_hook(_check_stepping(held, name))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
+
+
+def _check_stepping(held: LocalParameters, name: str) -> Callable[[Tensor], None]:
+    def check(unused: Tensor) -> None:
+        if not held.stepping:
+            raise own_backward(name).at(python_span())
+
+    return check
+
+
+def _guard_shards(a: Assembly) -> None:
+    """Mark the parameters that are shards, and register checks of what needs full tensors."""
+    everything = all(name in a.parameters for name in a.holdings)
+    for name, parameter in a.parameters.items():
+        whole = math.prod(a.holdings[name].layout.shape)
+        if not everything or parameter.numel() < whole:  # for a DTensor, numel counts all shards
+            setattr(parameter, _SHARD, name)
+            _register_checks()
+
+
+@functools.cache
+def _register_checks() -> None:
+    """Check from now on the arguments of `clip_grad_norm_`, and optimizers that step."""
+    check_clipping(_check_norm)
+    hear_of_unscaling(_check_scaler)
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _shard_name(parameters: Iterable[Any]) -> str | None:
+    """Return the name of the first parameter that is a shard; None if there is none."""
+    return next((vars(p)[_SHARD] for p in parameters if _SHARD in vars(p)), None)
+
+
+def _check_norm(parameters: Iterable[Any]) -> None:
+    """Raise Refusal S622 where the norm would be that of this rank's shards only."""
+    name = _shard_name(parameters)
+    if name is not None:
+        raise Refusal.of(
+            "S622",
+            "`clip_grad_norm_` would clip by the norm of this rank's gradients only",
+            notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
+            helps=("`build(clip=1.0)`: a step clips by the norm of all gradients",),
+        ).at(python_span())
+
+
+def _check_scaler(parameters: Iterable[Any]) -> None:
+    """Raise Refusal S622 where ranks would skip steps, and change scales, each by its parts."""
+    name = _shard_name(parameters)
+    if name is not None:
+        raise Refusal.of(
+            "S622",
+            "`GradScaler` would skip a step by what this rank holds",
+            notes=(f"here is a part of `{name}`; where another rank's overflows, this one steps",),
+            helps=("a row `cast(fp16)` scales the loss, and all ranks skip a step alike",),
+        ).at(python_span())
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """Raise Refusal S622 at the first step of an optimizer that needs full tensors and has
+    shards."""
+    if optimizer in _checked:
+        return
+    _checked.add(optimizer)
+    for group in optimizer.param_groups:
+        name = _shard_name(group["params"])
+        if name is not None and not _is_elementwise(optimizer, group):
+            raise Refusal.of(
+                "S622",
+                f"`{type(optimizer).__name__}` needs full tensors, but would step on shards",
+                notes=(f"this rank holds a shard of `{name}`",),
+                helps=("`build(optimizer=lambda named: ...)`: a step gathers the shards",),
+            ).at(python_span())
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether the optimizer is elementwise, by a trial with a copy without state."""
+
+    def twin(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        made = copy.copy(optimizer)
+        made.state = defaultdict(dict)
+        made.param_groups = [{**group, "params": [p for _, p in named]}]
+        _checked.add(made)
+        return made
+
+    vector = any(one.dim() == 1 for one in group["params"])
+    try:
+        return is_elementwise(twin, {**SAMPLE_DIMS, "probe.1.bias": 1} if vector else SAMPLE_DIMS)
+    except Refusal:
+        raise
+    except Exception:  # one that steps on a device only, say: treat it as elementwise
+        return True

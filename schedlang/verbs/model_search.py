@@ -1,0 +1,323 @@
+"""tune, for a model: search for the schedule that trains it fastest, write it, give the reasons."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedlang.verbs.aim_options import Aims, parse_count
+from schedlang.verbs.exits import FAILS, bad_option, show_json
+from schedlang.verbs.inputs import check_folders, model_to_try, write_output
+
+if TYPE_CHECKING:
+    from schedlang.ir.limits import Limits
+    from schedlang.ir.modelfile import ModelFile
+    from schedlang.passes.planner.profile import Profiles
+    from schedlang.passes.planner.reasons import RejectedSetting
+    from schedlang.passes.planner.search import SearchResult
+    from schedlang.passes.planner.search_space import Job
+    from schedlang.passes.planner.tuning import WrittenSchedule
+    from schedlang.passes.planner.values import Placement
+    from schedlang.passes.simulate.machine import Cluster
+
+DTYPES = ("bf16", "fp16", "none")
+
+
+@dataclass(frozen=True)
+class Search:
+    """The options of a search: the batch, limits, questions, planner and output file."""
+
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="TOKENS",
+            help="Tokens of a step: 4M is 4 x 2^20. Default: the model file's batch.",
+        ),
+    ] = None
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="Rows of a step, instead of tokens.")
+    ] = None
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="Compute in bf16 or fp16 with 32-bit master weights; none: the model's dtype.",
+        ),
+    ] = "bf16"
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin", metavar="NAME=V,..", help="Allow only these values; may be repeated."
+        ),
+    ] = None
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--forbid", metavar="NAME=V,..", help="Exclude these values; may be repeated."
+        ),
+    ] = None
+    least: Annotated[
+        list[str] | None,
+        typer.Option("--least", metavar="NAME=N", help="Minimum value; may be repeated."),
+    ] = None
+    why: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--why", metavar="NAME=V", help="Compare this setting with the best; may be repeated."
+        ),
+    ] = None
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help="Plan as a published method: pipedream, alpa, ptd-p, ..; `list` shows all.",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the schedule to this file.")
+    ] = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any option is given that only a search uses."""
+        return self != Search()
+
+
+def search_model(
+    model: ModelFile,
+    name: str,
+    cluster: Cluster,
+    ranks: int,
+    limits: Limits,
+    asked: Search,
+    aims: Aims,
+    as_json: bool,
+) -> None:
+    """Search, write and print the schedule; exit 1 where nothing fits.
+
+    `name` is the name of the model's file; `limits` are added to those of the options.
+    """
+    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
+    from schedlang.ir.model import ModelFacts
+    from schedlang.passes.planner.limits import parse_limits
+    from schedlang.passes.planner.limits import parse_question as question
+    from schedlang.passes.planner.paper_planners import find_planner
+    from schedlang.passes.planner.profile import Profiles
+    from schedlang.passes.planner.search import explain_rejection
+    from schedlang.passes.planner.tuning import job_of, length_of, tune_model
+    from schedlang.runtime.batch import row_count
+
+    start = time.perf_counter()
+    if asked.dtype not in DTYPES:
+        bad_option(f"`--dtype {asked.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
+    limits = parse_limits(asked.pin or (), asked.forbid or (), asked.least or ()).combined_with(
+        limits
+    )
+    questions = [question(text) for text in asked.why or ()]
+    if asked.planner is not None:
+        find_planner(asked.planner)
+    check_folders(out=asked.out)
+    batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
+    facts = ModelFacts(model_to_try(model, model.model(meta=True)))
+    profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
+    job = job_of(profiles, cluster, ranks, _step_rows(batch, asked), [limits, *questions])
+    aim = aims.read(job.rows, length_of(batch))
+
+    def find(profiles: Profiles, job: Job) -> SearchResult:
+        return _search_best(profiles, job, limits, asked.planner, as_json)
+
+    if aim is None:
+        made = tune_model(profiles, job, find)
+    else:
+        from schedlang.passes.planner.aims import tune_for_aim
+
+        job, made = tune_for_aim(profiles, job, aim, find)
+    last, written = made.found, made.written
+    answers = [explain_rejection(profiles, made.room, one, last, limits) for one in questions]
+    if asked.out is not None and written is not None:
+        write_output(asked.out, written.file.text)
+    if as_json:
+        show_json(_plain(job, last, answers, written))
+    else:
+        told = "\n".join(_report_lines(name, job, last, answers, written))
+        print(wrap_lines(told, terminal_columns()))
+        if written is not None and asked.out is not None:
+            print(f"next: schedlang verify {asked.out} --shrink --model {name}")
+            if job.rows != row_count(batch):
+                print(f"or:   schedlang plan {asked.out} --rows {job.rows} --model {name}")
+        elif written is not None:
+            print("write it: add `-o best.sched`")
+        print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    if written is None:
+        raise typer.Exit(FAILS)
+
+
+# -- the batch -------------------------------------------------------------------------------------
+
+
+def batch_of(found: ModelFile) -> Mapping[str, Any]:
+    """Return the batch of a model file; refuses S109 a file without one."""
+    if not found.has_batch:
+        bad_option(
+            f"`{found.name}` has no batch: a step has no cost without one",
+            "define `batch(seed)` in it",
+        )
+    return found.batch(0)
+
+
+def _step_rows(batch: Mapping[str, Any], asked: Search) -> int | None:
+    """Return the rows of a step from the options."""
+    from schedlang.passes.planner.tuning import length_of
+
+    if asked.batch is None:
+        return asked.rows
+    length = length_of(batch)
+    if asked.rows is not None:
+        bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
+    tokens = parse_count(asked.batch, "--batch")
+    if not length or tokens % length:
+        rows_text = f"rows of {length} tokens" if length else "rows without tokens"
+        title = f"`--batch {asked.batch}` is no number of {rows_text}, which this model's batch has"
+        near = max(1, tokens // length) if length else 8
+        bad_option(title, f"give rows: `--rows {near}`")
+    return tokens // length
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def _search_best(
+    profiles: Profiles, job: Job, limits: Limits, planner: str | None, quiet: bool
+) -> SearchResult:
+    """Return the best result, or the best so far after an interrupt; shows progress on a
+    terminal."""
+    from schedlang.passes.planner.paper_planners import plan_with
+    from schedlang.passes.planner.search import search
+
+    shown = not quiet and sys.stderr.isatty()
+
+    def progress(done: int, known: int) -> None:
+        if shown and done % 64 == 0:
+            print(f"\r{done} of {known} ways", end="", file=sys.stderr, flush=True)
+
+    last: SearchResult | None = None
+    try:
+        for found in search(profiles, job, limits, progress):
+            last = found
+            if shown and found.best is not None:
+                status = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
+                print(f"\r{status}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        if last is None or last.best is None:
+            raise
+        print("interrupted: the best so far", file=sys.stderr)
+    finally:
+        if shown:
+            print(f"\r{' ' * 60}\r", end="", file=sys.stderr, flush=True)
+    assert last is not None
+    return last if planner is None else plan_with(planner, profiles, job, last, limits)
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def _report_lines(
+    name: str,
+    job: Job,
+    found: SearchResult,
+    answers: Sequence[RejectedSetting],
+    written: WrittenSchedule | None,
+) -> Iterator[str]:
+    """Yield the best in words, what was rejected, and answers to questions."""
+    from schedlang.passes.planner.tuning import MAX_REASONS
+
+    rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
+    yield f"{head_line(name, job.ranks, job.cluster)} · {rows}"
+    yield ""
+    if written is None:
+        late = bool(found.rejected) and all("too late" in one.reason for one in found.rejected)
+        yield "nothing ends in time" if late else "nothing fits"
+    else:
+        yield f"best      {_describe_setting(found)}"
+        yield from (f"          {line}" for line in written.remarks)
+    yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:MAX_REASONS])
+    yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
+    for placement, refusal in found.refused:
+        one = refusal.diagnostics[0]
+        yield f"refused   {_describe_placement(placement)}: {one.code}: {one.title}"
+    if found.attribution:
+        return
+    counts = found.counts
+    end = "none is quicker" if found.done else f"one may be {found.gap:.0%} quicker"
+    yield f"{counts.all} ways, {counts.priced} of them priced, {counts.large} too large: {end}"
+
+
+def head_line(name: str, ranks: int, cluster: Cluster) -> str:
+    """Return the head line: model.py · 4 ranks of a100, 80 GiB."""
+    from schedlang.diagnostics.tables import format_bytes
+
+    return f"{Path(name).name} · {ranks} ranks of {cluster.name}, {format_bytes(cluster.memory)}"
+
+
+def _describe_placement(placement: Placement) -> str:
+    """Describe a placement: tp = 2, cp = 4, .."""
+    sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep", "slices")}
+    words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
+    words += ["sequence"] * placement.sequence
+    return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
+
+
+def _describe_setting(found: SearchResult) -> str:
+    """Describe the best setting: dp = 8, tp = 4, zero 1, .."""
+    from schedlang.ir.limits import AXES, format_value
+    from schedlang.passes.planner.limits import setting_values
+
+    assert found.best is not None
+    setting = setting_values(found.best.setting)
+    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if setting.pop(name) != 1]
+    if "pp" not in axes:
+        setting.pop("order")
+    for name, usual in (("offload", "none"), ("axes", "-".join(AXES))):
+        if setting[name] == usual:
+            setting.pop(name)
+    words = [f"{name} = {setting_values(found.best.setting)[name]}" for name in axes]
+    for name, value in setting.items():
+        if name not in ("chunks", "slices") or value != 1:
+            words.append(f"{name} {format_value(value)}")
+    return ", ".join(words)
+
+
+def _plain(
+    job: Job,
+    found: SearchResult,
+    answers: Sequence[RejectedSetting],
+    written: WrittenSchedule | None,
+) -> dict[str, Any]:
+    """Return plain values, in seconds and bytes."""
+    best = found.best
+    return {
+        "cluster": asdict(job.cluster),
+        "ranks": job.ranks,
+        "rows": job.rows,
+        "best": None if best is None else asdict(best),
+        "rejected": [asdict(one) for one in found.rejected],
+        "asked": [asdict(one) for one in answers],
+        "refused": [
+            {"placement": asdict(placement), "refusal": refusal.diagnostics[0].to_json()}
+            for placement, refusal in found.refused
+        ],
+        "by": list(found.attribution),
+        "counts": asdict(found.counts),
+        "done": found.done,
+        "seconds": None if written is None else written.seconds,
+        "peak": None if written is None else written.peak,
+        "schedule": None if written is None else written.file.text,
+    }
