@@ -292,7 +292,7 @@ def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
             "let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",
             'use an order that does not split backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
         )
-        title = "this order splits backwards, but the model has reentrant checkpoints"
+        title = "this order splits backwards; the model has reentrant checkpoints"
         assert plan.order is not None
         refusal = Refusal.of("S608", title, notes=(note,), helps=helps)
         raise place_at_row(refusal, plan.origin(plan.order))
