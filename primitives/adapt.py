@@ -23,7 +23,7 @@ BLOCK = 64  # elements of a weight that share a scale
 
 
 class adapt(Settled):  # noqa: N801
-    """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
+    """Freeze the weight of a projection and train a low-rank adapter beside it (LoRA or DoRA).
 
     before   y = x W + b
     lora     y = x W + b + (alpha / rank) dropout(x) A B     A is random, B begins with zeros
@@ -32,7 +32,7 @@ class adapt(Settled):  # noqa: N801
              constant in backward
 
     The first such row freezes all parameters of the model; `keep` excepts some, as in `freeze`:
-    `keep="score.*"` trains a new head as well.  A `shard` row below splits the adapter with its
+    `keep="score.*"` also trains a new head.  A `shard` row below splits the adapter with its
     projection: B and m along split outputs, A along split inputs, and one all-reduce sums both
     results.  The gradient of a replicated parameter of the adapter is summed over ranks.
 
@@ -45,12 +45,13 @@ class adapt(Settled):  # noqa: N801
     `base` quantizes the frozen weight on each rank, with a scale for each `block` elements along
     its inputs (a full row, if that is shorter): the largest absolute value.  The weight is decoded
     in forward and again in backward, and is not stored in between.  Each rank holds the codes of
-    its shard, also where `zero` slices the trained parameters.
+    its shard, also if `zero` slices the trained parameters.
 
     int8, int4   127 or 7 equal steps on each side of zero
     nf4          16 levels, the quantiles of a normal distribution
 
-    The original is trained with the decoded values, and exported weights are made of these.
+    The comparison trains the original with the decoded values.  Exported weights are made of these
+    values, too.
 
     LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them; LLM.int8 (Dettmers et
     al. 2022), QLoRA (Dettmers et al. 2023).
@@ -178,7 +179,7 @@ class adapt(Settled):  # noqa: N801
         if away is not None:
             refuse(
                 "S414",
-                f"the weight of `{site}` lies in codes, and they cannot be offloaded",
+                f"the weight of `{site}` is quantised, and cannot be offloaded",
                 notes=("it is decoded on the device, twice for each microbatch",),
                 helps=("offload other modules", "or leave `base` out"),
             )
@@ -193,11 +194,11 @@ class adapt(Settled):  # noqa: N801
         end = (f"use blocks that end there: `block={fits}`",) if fits > 1 else ()
         refuse(
             "S414",
-            f"a block of {block} inputs of `{site}` would lie on two ranks",
+            f"a block of {block} inputs of `{site}` would be on two ranks",
             notes=(
                 f"its {layout.shape[dim]} inputs are split at {place}, and a block has one scale",
             ),
-            helps=(*end, "or split outputs, and not inputs: `shard(col, ...)`"),
+            helps=(*end, "or split its outputs instead: `shard(col, ...)`"),
         )
 
     def _check_coded(self, sites: tuple[Site, ...], plan: Plan) -> None:
@@ -212,7 +213,7 @@ class adapt(Settled):  # noqa: N801
                 if matches(name, pattern):
                     refuse(
                         "S414",
-                        f'`keep="{pattern}"` would train `{name}`, which lies in codes',
+                        f'`keep="{pattern}"` would train `{name}`, which is quantised',
                         notes=("most updates are smaller than a step between two of its values",),
                         helps=("name other parameters", "or leave `base` out"),
                     )

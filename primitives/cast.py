@@ -26,7 +26,7 @@ class cast(Uniform):  # noqa: N801
     after    y = bf16(w) bf16(x)           w, its gradient and its moments in float32
 
       bf16, fp16      torch.autocast: each operation in the dtype of torch's lists
-      params=true     all operations: the inputs, and each parameter where it is used, are cast
+      params=true     all operations: inputs are cast, and each parameter at its use
       fp32            a module inside such a module: computed in float32
 
     Outputs of a module have the dtype of its inputs.  Without a selector the row is for the full

@@ -37,10 +37,10 @@ HELP_POFO = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB
 
 
 class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
-    """Forget a module's activations in forward and recompute them in backward.
+    """Drop a module's activations after its forward and recompute them in backward.
 
-    before   y = f(x)                  backward finds every intermediate of f
-    after    y = checkpoint(f)(x)      backward finds x and what `save` names, and runs f again
+    before   y = f(x)                  every intermediate of f is saved for backward
+    after    y = checkpoint(f)(x)      only x and what `save` names are saved; backward runs f again
 
     `save` saves the results of classes of operators: `linear` (matrix products), `attention`
     (fused attention of torch, flash_attn and other packages), `collective` (communication, which is
@@ -50,11 +50,11 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     first is saved; `group=sqrt` uses the square root of their number.  `every=2` recomputes only
     every second module (or group).
 
-    `plan=rotor, memory=2GiB` chooses nested regions that save at most this number of bytes on a
-    rank with the least recomputation; operations and bytes of each module are counted with the
+    `plan=rotor, memory=2GiB` chooses the nested regions with the least recomputation that save at
+    most this number of bytes on a rank.  Operations and bytes of each module are counted with the
     first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
-    `plan=pofo, memory=2GiB, bandwidth=25GiB` may also offload saved tensors to the host, copied
-    at `bandwidth` bytes per second, while the device does `tflops` (100) trillion operations per
+    `plan=pofo, memory=2GiB, bandwidth=25GiB` may also offload saved tensors to the host, copied at
+    `bandwidth` bytes per second, while the device does `tflops` (100) trillion operations per
     second.
 
     Chen et al., Training deep nets with sublinear memory cost (2016); selective recomputation:

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class complete(Primitive):  # noqa: N801
-    """Add the `shard` rows that those above this one leave open, along one axis.
+    """Add the missing `shard` rows to those above this row, along one axis.
 
     before   q_proj  shard(col)                    one row of a block
-    after    {q,k,v}_proj  shard(col)              what is computed together with its outputs
-             o_proj        shard(row)              what sums over them
+    after    {q,k,v}_proj  shard(col)              projections whose outputs are used together
+             o_proj        shard(row)              the projection that reads these outputs
 
-    The model's forward is traced once: from each projection that a row above splits, to the
-    projections that read its outputs, and back to all other inputs of these. A weight that is split
-    under one name is split under its other names. Modules without a connection to a row above stay
-    replicated. Added rows are traced like written rows, and `schedlang plan` shows them with their
-    collectives, at this line. If rows can be completed in two equally good ways, the row is
-    refused, and the message shows both.
+    The model's forward is traced once.  The search goes from each projection that a row above
+    splits to the projections that read its output, and from these back to all their other inputs. A
+    weight that is split under one name is split under its other names. Modules without a connection
+    to a row above stay replicated. Added rows are traced like written rows, and `schedlang plan`
+    shows them with their collectives, at this line. If rows can be completed in two equally good
+    ways, the row is refused, and the message shows both.
 
-    After GSPMD (Xu et al. 2021), whose annotations are completed through a whole graph.
+    After GSPMD (Xu et al. 2021), which completes annotations through a full graph.
     """
 
     over: Axis = field(kw_only=True)

@@ -26,7 +26,7 @@ WRITES = frozenset({Facet.RESIDENCE})
 
 
 class compress(Primitive):  # noqa: N801
-    """Let sums of gradients run in fewer bytes, or keep what is saved for backward in fewer.
+    """Compress the all-reduce of gradients, or the tensors that are saved for backward.
 
     `compress(gradients, ..., over=dp)`, for the full model: the all-reduce over these data axes
 
@@ -37,12 +37,13 @@ class compress(Primitive):  # noqa: N801
 
     `error_feedback` adds the compression error of a rank to its gradient of the next step, so that
     the compressed sum over all steps follows the exact sum. Vectors, and matrices that would not
-    get smaller, are summed uncompressed. The other data axes are summed over first, exactly.
+    get smaller, are summed uncompressed. Over the other data axes gradients are all-reduced first,
+    exactly.
 
-    Errors and starts of iterations are part of a checkpoint: the same layout continues exactly. On
-    another number of ranks, the errors of all are divided equally, and an iteration starts again
-    where a matrix is split otherwise. A program without this row ignores them. Orders with stale
-    weights, which sum several times a step, are refused.
+    Compression errors and the results of the last step are part of a checkpoint: the same layout
+    continues exactly. On another number of ranks, the sum of all errors is divided equally, and the
+    iteration of a matrix starts anew if the matrix is split differently. A program without this row
+    ignores them. Orders with stale weights, which sum several times a step, are refused.
 
     `compress(activations, ...)`, for selected modules: tensors saved between forward and backward
 
@@ -58,8 +59,8 @@ class compress(Primitive):  # noqa: N801
                        tensor is rounded alone in two passes of the model, in this process.
 
     Results are those of a single process that compresses the same shards in the same way:
-    `relax(lossy)`. They are the original's if the rank is full, or if integers represent the saved
-    values exactly.
+    `relax(lossy)`. They equal the original's if the rank is full, or if integers represent the
+    saved values exactly.
 
     PowerSGD (Vogels et al. 2019), QSGD (Alistarh et al. 2017), 1-bit SGD (Seide et al. 2014); ActNN
     (Chen et al. 2021), Mesa (Pan et al. 2021), GACT (Liu et al. 2022).

@@ -18,9 +18,9 @@ TWO_LEVEL_METHODS = ("double_ring", "usp", "nbody")
 
 
 class context_parallel(Primitive):  # noqa: N801
-    """Give the ranks along `over` different tokens of the same rows; attention joins them again.
+    """Split sequences over the ranks of `over`; only attention exchanges tokens between ranks.
 
-    before   y = attention(q, k, v)            of the whole sequence
+    before   y = attention(q, k, v)            of the full sequence
     after    y = attention(q, k of all, v of all)   for the queries of this rank's tokens
 
       gather       all-gather of keys and values, reduce-scatter of their gradients
@@ -30,12 +30,13 @@ class context_parallel(Primitive):  # noqa: N801
       usp          ulysses over the last axis of `over`, inside a ring over its first axis
       nbody        teams over the last axis of `over` share queries and the steps of a ring of teams
 
-    Two rows at one module, one of them `ulysses`, are `usp` as well.  `layout` sets the tokens of a
-    rank: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
+    Two rows at one module, one of them `ulysses`, also make `usp`.  `layout` sets the tokens of a
+    rank: one run (`contiguous`), two of 2n chunks from both ends (`zigzag`), or every n-th token
+    (`striped`).
 
-    Inputs of the batch that run along the sequence are split, also labels; positions are those of
-    the full sequence.  A small stand-in of the model is run before, and a model that mixes tokens
-    outside its attention is refused.  Parameters are replicated and their gradients summed;
+    Tensors of the batch with a sequence dim are split, also labels.  Positions are those of the
+    full sequence.  A small stand-in of the model runs first: a model that mixes tokens outside of
+    attention is refused.  Parameters are replicated and their gradients all-reduced;
     `zero(..., over=(dp, cp))` may slice them over both axes.
 
     Llama 3 (2024) for gather; Liu et al., Ring Attention (2023), Brandon et al., Striped Attention

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class decompose(Lowered):  # noqa: N801
-    """Let a linear layer add its bias in a call of its own, which a pattern can take.
+    """Add the bias of a linear layer in a separate call, so that a pattern can match this call.
 
     before   y = linear(x, w, b)
     after    y = linear(x, w) + b     the sum may be fused with what follows

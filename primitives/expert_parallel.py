@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 
 class expert_parallel(Primitive):  # noqa: N801
-    """Give each rank some of a layer's experts; tokens go where their experts are, and come back.
+    """Shard the experts of a layer over ranks; tokens are sent to their experts and back.
 
     before   y = experts(tokens, index, weights)         every rank holds all experts
     after    the same, with 1/n of the experts on each of n ranks
 
-    The module is called with tokens, the experts of each token, and their weights, as the experts
-    of transformers are; the module's own forward computes the experts of a rank.  Along an axis
-    that splits the batch, tokens are sent by all-to-all; along any other axis ranks have the same
+    The module is called like the experts of transformers: with tokens, the experts of each token,
+    and their routing weights.  Its own forward computes the experts of a rank.  Along an axis that
+    splits the batch, tokens are sent by all-to-all; along any other axis ranks have the same
     tokens, each computes its experts' tokens, and the results are all-reduced.  `over` may be a
     view of both kinds.
 
     dispatch  `all_to_all`; `gather`: all-gather of tokens; `fetch`: weights of experts are sent to
               the tokens, and gradients back to the experts.  Default: `all_to_all`; with a
-              `capacity` it is `gather`, which never waits for the device to know sizes of messages
-    capacity  the tokens of an expert, as a multiple of its even share of the batch's tokens; the
-              first tokens stay, the others are dropped, which the step must allow:
+              `capacity` it is `gather`, which never waits for the device to learn message sizes
+    capacity  the most tokens of an expert, as a multiple of its even share of the batch's tokens;
+              the first tokens stay, the others are dropped.  The step must allow this:
               `relax(routing)`.  Default: no limit
-    chunks    number of parts in which tokens are sent, each while the part before is computed
+    chunks    number of chunks in which tokens are sent; each is sent while the one before is
+              computed
     shadow    experts whose weights are sent to all ranks; tokens of the other experts are sent
     inner     an axis that splits each expert along its hidden dim, like Megatron's column and row
               pairs; its ranks have the same tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class freeze(Primitive):  # noqa: N801
-    """Leave parameters as they are: no gradient, no optimizer state, no reduction, no update.
+    """Freeze parameters: no gradient, no optimizer state, no all-reduce, no update.
 
     before   w' = w - lr g      for every parameter that requires a gradient
     after    w' = w             for those of the module; the gradients of all others do not change

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
-    """Compile regions of a module by torch's inductor, so that few kernels do the work of many.
+    """Compile a module, or matches of a pattern in it, into fewer kernels with torch's inductor.
 
     before   y = f(x)               one kernel for each operator of f
     after    y = compiled(f)(x)     as few kernels as inductor finds
 
-    `fuse()` compiles the full module, forward and backward.  It must be one graph: a graph break,
-    or more shapes and numbers than the limit of recompilations, is an error, and no silent fallback
-    to eager.
+    `fuse()` compiles the full module, forward and backward.  It must be one graph: a graph break is
+    an error, not a silent fallback to eager.  So are more recompilations, for new shapes and
+    numbers, than the limit.
 
     `fuse(name)` compiles the matches of a pattern, `pattern bias_gelu(x, b) { gelu(x + b) }`,
-    anywhere in the data flow of the module's forward; all else, and children, run unchanged, also
-    sharded.  Matches may extend into children; a linear layer is one call unless a row above
-    selects it with `decompose(bias)`.  Arguments that a pattern leaves out (a rate, a dim) match
-    any value.  Dropout masks are drawn as the model draws them.  Equal regions of several modules
-    are compiled once.
+    anywhere in the data flow of the module's forward.  The rest of the forward, and children, run
+    unchanged, also if they are sharded.  Matches may extend into children; a linear layer is one
+    call unless a row above selects it with `decompose(bias)`.  Arguments that a pattern leaves out
+    (a rate, a dim) match any value.  Dropout masks are drawn as the model draws them.  Equal
+    regions of several modules are compiled once.
 
     `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
     rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern

@@ -23,7 +23,7 @@ MAX_SIDE = 16  # ranks along one side of the grids that a refusal names
 
 
 class grid(Primitive):  # noqa: N801
-    """Split a module's weight, and what goes through it, over several axes at once.
+    """Shard a module's weight and its activations over several axes (2-D, 2.5-D or 3-D).
 
     before   y = f(x)                 each rank holds the full f, and full activations
     after    y_part = f_part(x_part)  weights and activations are both sharded
@@ -37,8 +37,8 @@ class grid(Primitive):  # noqa: N801
     With one more data axis, `zero(stage=0, over=(d, r))`, the grid has replicas (Tesseract, 2.5-D).
 
     It supports linear layers, embeddings, and modules whose parameters all run along the hidden
-    dim: norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer
-    leaves the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
+    dim: norms, whose statistics are all-reduced.  `output=S(vocab)` on the last layer
+    keeps the logits sharded for the loss, `output=R` gathers them; `blocks` is as in `shard`.
 
     Xu et al. 2021 (Optimus), Wang et al. 2022 (Tesseract), Bian et al. 2021 (3-D).
     """

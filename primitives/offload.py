@@ -35,7 +35,7 @@ NOT_ON_PEERS = {
 
 
 class offload(Uniform):  # noqa: N801
-    """Keep what a module needs in host memory, on disk or on a peer while it does not need it.
+    """Move tensors of a module to host memory, disk or a peer while the module does not use them.
 
     activations  leave the device after the module's forward, and are reloaded before its backward
     parameters   are loaded for the forward and again for the backward; their gradients leave when
@@ -52,8 +52,8 @@ class offload(Uniform):  # noqa: N801
 
     `offload(optimizer, to=peer, over=pp)` stores state in the memory of the next rank of the
     pipeline (for the last rank: of the first). It returns for the step, some parameters at a time,
-    so that a full stage can use the memory of another: select its layers. Each step sends twice the
-    bytes of this state. An axis of size 1 has no peer, and the row does nothing.
+    so a stage without free memory can use that of another stage: select its layers. Each step sends
+    twice the bytes of this state. An axis of size 1 has no peer, and the row does nothing.
 
     `offload(activations, to=peer, over=pp)` sends saved activations of these modules to that rank
     after the forward of a microbatch, and gets them back `prefetch` operations of the pipeline

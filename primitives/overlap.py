@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class overlap(Primitive):  # noqa: N801
-    """Say which communication runs beside the computation.
+    """Overlap communication with computation.
 
     transfers   receives between stages are posted `ahead` operations before they are needed
                 (without a row: 1; 0: when they are needed); each needs memory for one more message

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class pad(Uniform):  # noqa: N801
-    """Round a dim of a weight up to a multiple, with zeros that no result ever sees.
+    """Pad a dim of a weight with zeros up to a multiple; no result depends on the zeros.
 
     before   weight[50257, 768]
     after    weight[50304, 768]        the last 47 rows are zero and stay zero

@@ -28,7 +28,7 @@ MAX_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices: two s
 
 
 class pipeline(Located, Resolved):  # noqa: N801
-    """Split each rank's rows into microbatches and say in which order stages run them.
+    """Split each rank's rows into microbatches and choose the order in which stages run them.
 
     order    a name from the literature, in upper or lower case: "1F1B", "ZB-H1", "Chimera", .. (all
              names with their papers: docs/pipelines.md); a table "orders/mine.csv" in the folder of

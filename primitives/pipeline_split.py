@@ -19,12 +19,12 @@ LISTS = ("ModuleList", "Sequential", "ModuleDict")
 
 
 class pipeline_split(Primitive):  # noqa: N801
-    """Cut the model before the selected modules, or a list of modules into equal shares.
+    """Cut the model into stages: a list into equal parts, or before the selected modules.
 
     before   every rank runs every module
-    after    rank k of the axis runs the k-th run of modules (and, with chunks, others in turn)
+    after    rank k of the axis runs the k-th stage (with chunks, further stages in turn)
 
-    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists and
+    A list (`transformer.h`) is cut into as many parts as the pipeline needs; several lists and
     modules (`encoder.block, decoder.block`) are one trunk, in the order in which the model calls
     them.  Stages start at single modules (`transformer.h[4, 8]`).  Modules before and after the
     trunk belong to the first and the last stage.

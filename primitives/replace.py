@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class replace(Renewing):  # noqa: N801
-    """Compute with a module of your own, which takes over the parameters and their names.
+    """Replace a module by one of your own; parameters and their names stay the same.
 
     before   y = f(x; w)
     after    y = g(x; w)        g is yours; w keeps its names, its values and its gradient

@@ -37,7 +37,7 @@ PARTS = {"rope": "rotation"} | dict.fromkeys(
 
 
 class replace_kernel(Injected, Tried, Settled):  # noqa: N801
-    """Swap the computation between a module's parameters; its parameters, children and names stay.
+    """Compute a module with another kernel; its parameters, children and names stay.
 
     before   y = w * (x / rms(x))          several kernels of torch
     after    y = rms_norm(x, w)            one kernel forward, one backward
@@ -45,13 +45,14 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing, and the function and place of the gate of a
                              gated RMSNorm (Mamba-2, Qwen3-Next)
-      gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      gated                  SwiGLU and similar gates between the projections of an MLP, split or
+                             packed
       add_norm               residual sums and the norms after them, in a module that has both
       rope                   rotary embeddings of an attention's queries and keys, in one launch
       cross_entropy          a head and the loss after it: logits are stored once, and overwritten
                              by their gradient
-      linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
-                             model's own code finds the loss, its casts, scale and soft cap
+      linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; loss,
+                             casts, scale and soft cap are taken from the model's own code
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
       flex_attention         attention by torch's FlexAttention, with its soft cap, sinks and masks;

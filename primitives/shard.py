@@ -43,10 +43,10 @@ KINDS = ("Linear", "Conv1D", *TABLE_CLASSES, *CONVOLUTIONS)
 
 
 class shard(SplittingHeads, Uniform):  # noqa: N801
-    """Give each rank of one axis a part of a module, and say how activations enter and leave it.
+    """Shard a module over one axis, and set the placements of its input and output.
 
-    before   y = f(x)                          every rank holds f whole
-    after    y = leave(f_part(enter(x)))       every rank holds one part of f's parameters
+    before   y = f(x)                          every rank holds the full f
+    after    y = leave(f_part(enter(x)))       each rank holds one shard of f's parameters
 
     A style sets the placements of parameters, input and output:
       col    splits the outputs (`weight=S(out), bias=S(out), input=R, output=S(-1)`)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class split_backward(Primitive):  # noqa: N801
-    """Let the weight gradients of these modules wait until the input gradients have been sent.
+    """Compute weight gradients of these modules only after the input gradient has been sent.
 
     before   one backward for each microbatch: gradients of inputs and of weights together
     after    the gradient of the stage's input first, which the stage before waits for; then those

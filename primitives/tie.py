@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class tie(Primitive):  # noqa: N801
-    """Let modules share their parameters: those of the first in the model's order, all named.
+    """Let modules share parameters: those of the module that comes first in the model's order.
 
     before   y = f(f(x; w1); w2)       two parameters, a gradient for each
     after    y = f(f(x; w1); w1)       one parameter; its gradient is the sum of both
@@ -23,7 +23,7 @@ class tie(Primitive):  # noqa: N801
     them: `embed, head  tie(weight)`.  State dicts have all names, with equal values for tied ones;
     gradients of copies on several stages are summed, and count once in the norm.
 
-    Results are those of training the original so tied: `relax(model)`.
+    Results are those of training the original with these ties: `relax(model)`.
 
     ALBERT (Lan et al. 2020); Press, Wolf (2017) for the embedding and the output layer.
     """

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class unroll(Primitive):  # noqa: N801
-    """Count the calls of one module as units of their own, so that a cut may fall between two.
+    """Count each call of a module as a separate unit, so that a stage can start between two calls.
 
     before   for k in range(times): x = f(x)      one module, called often: a cut is refused
     after    x = f(x); x = f(x); ...; x = f(x)    as many units, which share f's parameters
 
-    A `pipeline_split` of the module, below this row, splits its calls into equal shares; one of a
-    list that contains the module splits calls and modules together, in the order of the model.
-    Parameters have the same names; each stage that calls the module holds them, and their gradients
-    are summed like those of tied weights.  The model must make exactly `times` calls in a forward.
+    A `pipeline_split` of the module, below this row, splits its calls into equal parts.  A
+    `pipeline_split` of a list that contains the module splits calls and modules together, in the
+    order of the model. Parameters keep their names.  Each stage that calls the module holds them,
+    and their gradients are summed like those of tied weights.  The model must make exactly `times`
+    calls in a forward.
 
     Alone it changes nothing.  ALBERT (Lan et al. 2020) and Universal Transformers (Dehghani et al.
     2019) call one block in a loop.

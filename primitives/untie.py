@@ -23,7 +23,7 @@ class untie(Primitive):  # noqa: N801
     as before, with different values from the first update on; a configuration that ties them
     (`tie_word_embeddings`) must be changed before a model is loaded with this state.
 
-    Results are those of training the original so untied: `relax(model)`.
+    Results are those of training the original without these ties: `relax(model)`.
     """
 
     names: Many[str] = ()

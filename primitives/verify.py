@@ -19,10 +19,10 @@ What = Literal["forward", "backward", "train", "loss", "exact"]
 
 
 class verify(Checking):
-    """Ask for more than every comparison checks; it changes nothing, and `verify` alone acts on it.
+    """Ask `schedlang verify` for more than it always compares; the program does not change.
 
     `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared;
-    these words select what the other arguments apply to, by default to all.
+    these words select what the other arguments apply to; by default they apply to all.
 
     rtol    the bound of relative errors in the working dtype, instead of the rule of rounding; the
             comparison in float64 has its own bound, which does not change

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class zero(Slicing):  # noqa: N801
-    """Give the ranks along `over` different rows of the batch; each keeps a slice of the state.
+    """Split the batch over the ranks of `over`; stages 1 to 3 also slice the state over them.
 
     stage 0   nothing is sliced: plain data parallelism
     stage 1   optimizer state is sliced; gradients are reduced once a step

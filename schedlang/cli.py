@@ -19,7 +19,7 @@ VERBS = (
     *("verify", "ci", "run", "launch", "doctor", "simulate", "tune", "fabric", "calibrate"),
     *("explain", "lsp"),
 )
-HELP = "The model says what to compute, the schedule says how, and the two are proven to agree."
+HELP = "The model says what to compute, the schedule says how; schedlang proves that both agree."
 
 
 def main() -> None:

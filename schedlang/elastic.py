@@ -75,13 +75,13 @@ class Rendezvous:
         keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if keeps and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             title = "this torchrun keeps one store for all rounds of the job"
-            note = "ranks that come back would meet in what those before have left there"
-            help_ = f"have each round begin with a store of its own: `{FRESH_STORE}=1 torchrun ...`"
+            note = "ranks that restart would read entries of the round before"
+            help_ = f"give each round its own store: `{FRESH_STORE}=1 torchrun ...`"
             raise _refusal(title, note, help_)
         self._wait = max(ARRIVAL_TIMEOUT, options.get("wait", 0.0))
         self._store = agreement.rendezvous(self._wait)
         if self._store is None and self.ranks > 1:
-            title = f"{self.ranks} ranks have no store of torchrun's to meet in"
+            title = f"{self.ranks} ranks have no store of torchrun"
             raise _refusal(title, "", "start them by `torchrun`: `schedlang launch FILE`")
         self._done = threading.Event()
         if self._store is not None:
@@ -329,15 +329,15 @@ class SettingSearch:
 
     def _no_setting(self, reasons: Sequence[str]) -> Refusal:
         plural = "s" * (self.ranks > 1)
-        title = f"no setting of the schedule is for {self.ranks} rank{plural}"
+        title = f"no setting of the knobs gives a mesh of {self.ranks} rank{plural}"
         over = len(reasons) - _MAX_REASONS
         more = (f"and {over} more",) if over > 0 else ()
         rest = "_" in _names_in(_mesh(self.given.tree))
         helps = (
             "let knobs size the axes beside `_`: `knob tp: int = 2 in [1, 2]`, `mesh(dp=_, tp=tp)`"
             if rest
-            else "let an axis have the ranks that there are: `mesh(dp=_)`",
-            "or let torchrun begin with other numbers of nodes only: `--nnodes 2:4`",
+            else "let an axis take all available ranks: `mesh(dp=_)`",
+            "or start torchrun with other numbers of nodes only: `--nnodes 2:4`",
         )
         return Refusal(
             Diagnostic("S695", title, notes=(*reasons[:_MAX_REASONS], *more), helps=helps)

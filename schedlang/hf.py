@@ -60,7 +60,7 @@ class _Scheduled:
         odd = [name for name in _UNSUPPORTED if getattr(args, name, None)]
         if odd:
             raise refusal_of(
-                f"`{odd[0]}` is not followed under a schedule", "leave it out: rows say it"
+                f"`{odd[0]}` is not supported under a schedule", "leave it out: use rows instead"
             )
         folder = Path(args.output_dir, "schedlang") if args.save_strategy == "steps" else None
         if folder is not None and not resume and schedlang.last_checkpoint(folder) is not None:

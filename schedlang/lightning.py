@@ -201,7 +201,7 @@ class _Scheduled:
             now = vars(module).get(name)
             if now is not was and not (type(now) in _PLAIN and now == was):
                 raise refusal_of(
-                    f"a hook has changed `{name}`, which the program has as it was",
+                    f"a hook has changed `{name}`, but the program uses the old value",
                     "compute it in `training_step`, from `self.global_step` for example",
                 )
         type(self._step).batch_idx = batch_idx
@@ -473,20 +473,20 @@ def _find_unsupported(trainer: Any, module: Any) -> tuple[str, str] | None:
     if trainer.accumulate_grad_batches != 1:
         n = trainer.accumulate_grad_batches
         help_ = f"larger batches, and a row: `pipeline(micro={n})`"
-        return f"`accumulate_grad_batches={n}` is not followed under a schedule", help_
+        return f"`accumulate_grad_batches={n}` is not supported under a schedule", help_
     if str(trainer.precision) != "32-true":
-        help_ = "leave it out: rows say it, as `cast(bf16)`"
-        return f"`precision={trainer.precision}` is not followed under a schedule", help_
+        help_ = "leave it out: use a row instead, such as `cast(bf16)`"
+        return f"`precision={trainer.precision}` is not supported under a schedule", help_
     if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
         return "gradients are clipped by value", "clip by their norm"
     if strategy._layer_sync is not None:
-        return "`sync_batchnorm` is not followed under a schedule", "leave it out"
+        return "`sync_batchnorm` is not supported under a schedule", "leave it out"
     for one in (module, *trainer.callbacks):
         base = _lightning_base(type(one))
         for name in _HOOKS:
             if getattr(type(one), name, None) is not getattr(base, name, None):
                 title = f"`{type(one).__name__}.{name}` is not called under a schedule"
-                return title, "leave it out: backward and update are the program's"
+                return title, "leave it out: the program does backward and update"
     if not list(module.parameters()):
         return f"`{type(module).__name__}` has no parameters", "make them before `fit`"
     return None

@@ -242,7 +242,7 @@ class Trainer:
             a = self.program.assembly
             if a.pipeline.timeline.stale or a.compressor is not None:
                 raise refusal_of(
-                    "updates cannot be skipped: rows change what is kept from step to step before",
+                    "updates cannot be skipped: rows have already changed state of later steps",
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
                 )
             self.program.allowed = self._may_update
@@ -377,7 +377,7 @@ class Trainer:
     def _refuse_ended(self, step: int) -> Refusal:
         title = f"the data ended after {step} of {self.steps} steps"
         helps = (
-            "give batches that can be begun again, a list or a loader: an iterator ends for good",
+            "give a list or a loader of batches, which can start again: an iterator cannot",
             f"or train for fewer steps: `steps={step}`",
         )
         return Refusal(Diagnostic("S692", title, helps=helps))
@@ -402,8 +402,8 @@ class Trainer:
                 str(self.on_spike), ON_SPIKE, "it is"
             )
         if self.elastic and self.local:
-            return "an elastic run needs whole batches, alike on all ranks", (
-                "leave out `local`: rows of one rank are none of those of another number of ranks"
+            return "an elastic run needs full batches, equal on all ranks", (
+                "leave out `local`: with another number of ranks, a rank has other rows"
             )
         if self.folder is None and (self.save_every or self.on_spike == "roll back"):
             return "there is no folder of checkpoints", 'give one: `folder="saved"`'

@@ -345,11 +345,10 @@ def _find_saved(
 
 
 CONFLICT_REASONS = {
-    Facet.RECOMPUTE: "what is recomputed inside is not compressed, and nothing that is dropped at"
-    " run time",
+    Facet.RECOMPUTE: "tensors that are recomputed inside or dropped at run time are not compressed",
     Facet.STRUCTURE: "its kernel saves other tensors than the module does",
-    Facet.RESIDENCE: "what is offloaded inside is not compressed, and no parameters that are moved"
-    " in and out",
+    Facet.RESIDENCE: "tensors that are offloaded inside, and parameters that are moved in and out,"
+    " are not compressed",
 }
 
 
@@ -560,6 +559,6 @@ def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
         f"activations are compressed, and the order {what}",
         Label(row.span or NOWHERE, "rounds saved activations"),
         (),
-        ("what a single process would round is not known for such an order",),
+        ("for such an order it is not known which tensors a single process would round",),
         ('use a synchronous order without slices: `pipeline(order="1F1B", micro=...)`',),
     )

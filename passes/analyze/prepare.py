@@ -93,9 +93,9 @@ def _note_replaced(found: list[str], site: str, module: Any, *_: object) -> None
 def _other_weights(name: str, label: Label) -> Diagnostic:
     return Diagnostic(
         "S843",
-        f"recomputing `{name}` would take its own weights, not those that it is called with",
+        f"recomputing `{name}` would use its own weights, not the weights of this call",
         label,
-        notes=("`torch.func.functional_call` puts others in their place, for the call alone",),
+        notes=("`torch.func.functional_call` replaces the weights for this call only",),
         helps=("checkpoint a module around the one that makes these weights",),
     )
 
@@ -228,11 +228,11 @@ def _hooked(name: str) -> Refusal:
     """Return S867: hooks on the gradient of a model's parameter do not exist on its copies."""
     return Refusal.of(
         "S867",
-        f"`{name}` has a hook, which no copy of it has",
-        notes=("a program trains copies of parameters, by parts of the batch and of themselves",),
+        f"`{name}` has a hook, and its copies do not have this hook",
+        notes=("a program trains copies or shards of parameters, with parts of the batch",),
         helps=(
             "let the forward do it: `weight * mask + (weight * (1 - mask)).detach()`",
-            "or take the hook away before `build`: `handle.remove()`",
+            "or remove the hook before `build`: `handle.remove()`",
         ),
     )
 
@@ -287,12 +287,12 @@ def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
     from schedlang.pipeline.timeline.table import Kind
 
     if traced.has_reentrant_checkpoints and (staged.timeline.kind == Kind.W).any():
-        note = "torch runs their backward for all inputs at once: no half of it can wait"
+        note = "torch runs their backward for all inputs together: it cannot be split"
         helps = (
             "let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",
-            'use an order of whole backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
+            'use an order that does not split backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
         )
-        title = "this order runs backwards in two halves, and the model has reentrant checkpoints"
+        title = "this order splits backwards; the model has reentrant checkpoints"
         assert plan.order is not None
         refusal = Refusal.of("S608", title, notes=(note,), helps=helps)
         raise place_at_row(refusal, plan.origin(plan.order))
@@ -316,7 +316,7 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
         raise Refusal.of(
             "S621",
             f"`weight` gives {value:g} for a part of the batch",
-            notes=("losses of parts are added up, each by its share of all weights",),
+            notes=("losses of parts are added, each times its share of the total weight",),
             helps=("return a count of what the loss is a mean over: rows, tokens",),
         )
 

@@ -245,7 +245,7 @@ def find_gathered_step(
     if a.stage_axis is not None and not _is_separate(optimizer, dims):
         _refuse_optimizer(
             "this optimizer looks at all parameters together",
-            "each stage of the pipeline steps on its own: a norm would be that of the stage",
+            "each stage of the pipeline steps separately: a norm would cover only one stage",
             "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
             " parameter at a time",
         )

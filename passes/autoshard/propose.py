@@ -379,7 +379,11 @@ def propose(
     notes: list[str] = []
     splits_batch = any(mesh.get(asked.axis(role) or "", 1) > 1 for role in BATCH_ROLES)
     if splits_batch and (norm := find_batch_norm(facts.model, traced)) is not None:
-        notes.append("relaxed: `{}`, a `{}`, takes statistics of each part by itself".format(*norm))
+        notes.append(
+            "relaxed: `{}`, a `{}`, takes separate statistics for each part of the batch".format(
+                *norm
+            )
+        )
         asked = replace(asked, relax=RELAXED_WORD)
     if adapters is not None:
         asked = replace(asked, adapters=adapters.rows(blocks, notes))
@@ -392,7 +396,7 @@ def propose(
         if refusal.diagnostic.code != "S668":
             raise
         # trainers of such models do the same: each microbatch has its own statistics
-        notes.append("relaxed: the loss takes statistics of each microbatch by itself")
+        notes.append("relaxed: the loss takes separate statistics for each microbatch")
         relaxed = replace(asked, relax=RELAXED_WORD)
         file = _tried(asked.trial, lambda blocks: _file(relaxed, blocks, rows, rest, notes), stages)
     return ProposedSchedule(file, tuple(notes))

@@ -24,7 +24,7 @@ def sequence_rows(
 
     Raises Refusal S212 where no form of these rows is legal.
     """
-    why = "no block sums what its ranks have in parts"
+    why = "no block has a projection whose output is all-reduced"
     summed = [row for row in rows if row.style == "row" and trial.blocks.is_inside(row.names[0])]
     for norms in _norms(trial.blocks, rows) if summed else ():
         made = _with_norms(trial.blocks, rows, norms, axis)

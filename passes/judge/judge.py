@@ -303,7 +303,7 @@ def _check_world(world: int) -> None:
         return
     title = f"`verify` starts at most {MOST_RANKS} ranks on one machine, not {world}"
     raise Refusal(
-        Diagnostic("S702", title, helps=("a program of fewer ranks shows as much: `--ranks 4`",))
+        Diagnostic("S702", title, helps=("check the program with fewer ranks: `--ranks 4`",))
     )
 
 

@@ -177,7 +177,7 @@ def find_original_name(program: TrainingProgram, name: str, known: Mapping[str, 
     given_name = program.original_name(plain)
     if given_name is not None:
         if given_name not in known:
-            title = f"`names` calls `{plain}` `{given_name}`, which the original has not"
+            title = f"`names` maps `{plain}` to `{given_name}`, which the original does not have"
             helps = (f"the original has {quote_names(known)}",)
             raise Refusal(Diagnostic("S767", title, helps=helps))
         return given_name
@@ -293,8 +293,8 @@ def declared_shard(name: str, declaration: Any, full: Tensor) -> Tensor:
             what = f"of dim {placement.dim}, and it has {full.dim()}"
         title = f"the layout of `{name}` is {what}"
         helps = (
-            "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "
-            "ranks that hold the parts, which has this rank: `(Shard(0), [0, 1])`",
+            "give `Shard(dim)` or `Replicate()` for all ranks, or a pair with the list of ranks "
+            "that hold the shards, including this rank: `(Shard(0), [0, 1])`",
         )
         raise Refusal(Diagnostic("S767", title, helps=helps))
     parts = full.chunk(len(among), placement.dim)
@@ -394,16 +394,16 @@ def join_layouts(
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
     if holdings.missing:
-        notes.append(f"of the original nobody holds {quote_names(holdings.missing)}")
+        notes.append(f"no rank holds {quote_names(holdings.missing)} of the original")
     raise Refusal(
         Diagnostic(
             "S763",
             f"{text} on rank {rank} cannot be matched with the original{more}",
             notes=tuple(notes),
             helps=(
-                "keep the values of the model that `program` is given, in its dtype: they tell "
-                "which weight is which, however it is cut, fused or renamed",
-                'or say it: `names={"its.name": "original.name"}`, and of a plain part '
+                "keep the values and dtype of the model that `program` gets: a weight is found by "
+                "its values, also if it is sharded, fused or renamed",
+                'or give the match: `names={"its.name": "original.name"}`, and of a plain part '
                 '`layouts={"its.name": Shard(0)}`',
             ),
         )

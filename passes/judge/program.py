@@ -156,7 +156,7 @@ def check_program(program: TrainingProgram, rank: int) -> None:
     chunks = isinstance(module, Sequence) and all(isinstance(one, nn.Module) for one in module)
     if not chunks and not isinstance(module, nn.Module):
         title = f"`module` of the program on rank {rank} is {kind_of(module)}"
-        helps = ("give a torch.nn.Module, or a list of those of this rank",)
+        helps = ("give a torch.nn.Module, or a list of this rank's modules",)
         raise Refusal(Diagnostic("S761", title, helps=helps))
     if not callable(program.step):
         title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
@@ -174,7 +174,7 @@ def check_program(program: TrainingProgram, rank: int) -> None:
             raise Refusal(Diagnostic("S767", title, helps=(f"give {wanted}",)))
     if program.load is not None and program.state_dict is None:
         title = "the program has a `load` and no `state_dict`"
-        helps = ("give what it loads: `state_dict=lambda: module.state_dict()`",)
+        helps = ("give the state that it loads: `state_dict=lambda: module.state_dict()`",)
         raise Refusal(Diagnostic("S767", title, helps=helps))
 
 
@@ -188,7 +188,7 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
             signature.bind(None)
     except TypeError as error:
         title = f"`{part}` of the program on rank {rank} is {part}{signature}: it takes no batch"
-        helps = (f"write `def {part}(batch): ...`: it is called with the whole batch of a step",)
+        helps = (f"write `def {part}(batch): ...`: it is called with the full batch of a step",)
         raise Refusal(Diagnostic("S761", title, helps=helps)) from error
 
 
@@ -238,7 +238,11 @@ def check_ranks(ranks: object) -> None:
     """Refuse (S767) an invalid number of ranks."""
     if isinstance(ranks, int) and ranks > 0:
         return
-    title = "nobody says how many ranks" if ranks is None else f"`{ranks}` ranks cannot be started"
+    title = (
+        "the number of ranks is not given"
+        if ranks is None
+        else f"`{ranks}` ranks cannot be started"
+    )
     helps = ("write `world = 4` in the program's file", "or say it: `--ranks 4`, `ranks=4`")
     raise Refusal(Diagnostic("S767", title, helps=helps))
 
@@ -277,7 +281,7 @@ def _refusal_of(error: BaseException, make: Make, what: str, rank: int) -> Refus
     helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[what],)
     if _ALREADY_JOINED.search(str(error)):
         helps = (
-            "the process group is there: `if not dist.is_initialized(): ...` around its making",
+            "the process group exists already: make it only `if not dist.is_initialized(): ...`",
         )
     refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=helps))
     refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
@@ -297,14 +301,16 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
-_EXIT_HELP = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
+_EXIT_HELP = (
+    "the check continues after this call: return from it, and call `sys.exit` in the script"
+)
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
-    "step": "it is called on every rank with the whole batch, and takes its part of it",
-    "optimizer": "it is called with pairs of names and parameters, also those of the original",
-    "clip": "it is called with the greatest norm, and returns the norm that it found",
-    "evaluate": "it is called on every rank with the whole batch",
+    "step": "it is called on every rank with the full batch, and must take the rank's part of it",
+    "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
+    "clip": "it is called with the maximum norm, and returns the norm before clipping",
+    "evaluate": "it is called on every rank with the full batch",
     "state_dict": "it is called on every rank, with `optimizer` if it takes one",
-    "names": "it is called with a name here, and returns the original's, or None",
-    "load": "it is called on every rank of a program that was just made, with what was saved there",
+    "names": "it is called with a name of the program, and returns the original's name, or None",
+    "load": "it is called on every rank of a new program, with the state that this rank saved",
 }

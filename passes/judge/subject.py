@@ -557,8 +557,8 @@ def _reuse_layouts(like: ProgramSubject, program: TrainingProgram) -> RankLayout
     now = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(program.modules)]
     if was != now:
         other = next(name for name, shape in now if (name, shape) not in was) if now else "nothing"
-        title = f"`program` makes another module when it is called again: `{other}`"
-        helps = ("let what it makes hang on the model and the rank alone",)
+        title = f"`program` makes a different module when it is called again: `{other}`"
+        helps = ("its result may depend only on the model and the rank",)
         raise Refusal(Diagnostic("S767", title, helps=helps))
     return like.holdings
 

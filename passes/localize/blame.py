@@ -447,7 +447,7 @@ def _describe_location(where: Location, first: Row) -> Lines:
     if not where.guilty:
         yield (
             "suspect",
-            f"no module: {where.modules_tried} were fed what is right, and all are right",
+            f"no module: {where.modules_tried} got right inputs, and all results are right",
         )
     if where.unknown:
         yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
@@ -458,7 +458,7 @@ def _describe_rows(
 ) -> Lines:
     if not found.rows:
         if found.runs:  # it failed again, also without any row
-            yield "bisected", "no row is needed: it is so in the plan of none, too"
+            yield "bisected", "no row is needed: a plan without rows differs, too"
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
     for action in least:

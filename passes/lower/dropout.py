@@ -231,7 +231,11 @@ def _find_forks(
         found = {one for draws in within.values() for one in draws}
         if len(found) > 1:
             if kind == "pattern":
-                return {}, [], f"the fused `{name}` draws some masks alike and some apart"
+                return (
+                    {},
+                    [],
+                    f"the fused `{name}` draws some masks equal on all ranks, and others different",
+                )
             _make_eager(module, name)
             remaining |= within
         elif found and None not in found:
@@ -248,7 +252,7 @@ def _find_forks(
         calls = entries.get(name, 1)
         each = len(draws) // calls
         if len(set(draws)) > 1 and tuple(draws) != tuple(draws[:each]) * calls:
-            return {}, [], f"`{name or 'the model'}` draws otherwise from call to call"
+            return {}, [], f"`{name or 'the model'}` draws differently from call to call"
         forks[name] = ForkedModule(name, tuple(draws[:each]) or (draws[0],), False)
         framed.append(name)
     inside_one = [
@@ -278,7 +282,7 @@ def _make_eager(module: nn.Module, name: str) -> None:
 
     layer = layer_of(module.get_submodule(name), "fuse")
     assert isinstance(layer, FusedForward)
-    layer.eager = "in training it draws some masks alike on all ranks, and some apart"
+    layer.eager = "in training it draws some masks equal on all ranks, and others different"
 
 
 def _make_logical(

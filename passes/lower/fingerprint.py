@@ -149,8 +149,8 @@ def check_optimizer_settings(
         whose = f"settings of `{name}` follow" if name in model else f"default `{name}` follows"
         raise Refusal.of(
             "S622",
-            f"the optimizer's {whose} from its place among the parameters, or from their sizes",
-            notes=(f"{one} among all of them, whole; {other} among what a rank holds",),
+            f"the optimizer's {whose} from its index among the parameters, or from their sizes",
+            notes=(f"{one} among all full parameters; {other} among the shards of a rank",),
             helps=(
                 'choose groups by the names: `[p for name, p in named if "bias" in name]`',
                 "take sizes from the model: `dict(model.named_parameters())[name].shape`",

@@ -403,7 +403,7 @@ def plan_with(
     """
     planner, unlike = find_planner(name), isinstance(job.cluster, Nodes)
     if unlike and not (isinstance(planner, StagePlanner) and planner.heterogeneous):
-        title = f"`{name}` takes all ranks to be alike, and `{job.cluster.name}` has unlike nodes"
+        title = f"`{name}` assumes equal ranks, but `{job.cluster.name}` has different nodes"
         known = ", ".join(f"`{name}`" for name, one in STAGE_PLANNERS.items() if one.heterogeneous)
         raise Refusal.of("S109", title, helps=(f"search without a planner, or ask {known}",))
     says = {StagePlanner: _staged, RulePlanner: _ruled, SearchPlanner: _searched}[type(planner)]

@@ -287,7 +287,7 @@ def weight_grad_seconds(setting: Setting, backward: Array, weights: Array) -> Ar
 def check_equal_ranks(cluster: Cluster) -> None:
     """Raise TypeError for unequal nodes, which `planner.unlike` prices."""
     if isinstance(cluster, Nodes):
-        raise TypeError(f"{cluster.text()}: this takes all ranks to be alike; `search` does not")
+        raise TypeError(f"{cluster.text()}: this assumes equal ranks; `search` does not")
 
 
 @lru_cache(1024)

@@ -415,9 +415,7 @@ def _check_messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
         sent, got = both["send"], both["recv"]
         for count, (one, other) in enumerate(zip(sent, got)):
             if (one.shape, one.dtype) != (other.shape, other.dtype):
-                said = (
-                    f"message {count + 1} from rank {source} to rank {target} is expected otherwise"
-                )
+                said = f"message {count + 1} from rank {source} is not what rank {target} expects"
                 yield Diagnostic("S714", said, label, notes=(f"{one}, {other}",))
                 return
         if len(sent) != len(got):

@@ -22,8 +22,8 @@ from schedlang.runtime.tracing.meta_runs import tensors_in
 _MOST_NAMES = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
 _UNBOUND = (
-    "a derivative without bound, as that of `sqrt` at 0 behind a `where`: replace what goes into "
-    "it, not what comes out"
+    "an unbounded derivative, such as that of `sqrt` at 0 behind a `where`: replace its input, not "
+    "its output"
 )
 
 
@@ -42,10 +42,10 @@ def check_finite(case: Case, conditions: Sequence[Condition], seen: Observation)
                     "S707",
                     f"the original's {what} is not finite in step {key.step + 1}",
                     notes=(
-                        "from the first weights it is finite on the same batch: steps of SGD, "
-                        "0.01 at a time, have made it so, in float64, without any schedule",
+                        "with the initial weights it is finite on the same batch: steps of SGD "
+                        "with a learning rate of 0.01 made it so, in float64, without any schedule",
                     ),
-                    helps=("give batches, or a loss, of a size that a few such steps can train",),
+                    helps=("scale the batches or the loss, so that a few such steps stay finite",),
                 )
             )
 
@@ -113,7 +113,7 @@ def _watch_module(look: _Look, name: str) -> Any:
     """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
-        for words, value in (("what goes into", given), ("the output of", out)):
+        for words, value in (("the input of", given), ("the output of", out)):
             for tensor in tensors_in(value) if look.first is None else ():
                 if wrong := int((tensor.isnan() | (tensor == math.inf)).sum()):
                     look.first = f"{words} `{name}`: {wrong} of {tensor.numel()} elements"
@@ -130,7 +130,7 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
         count = int((~value.isfinite()).sum())
         some = quote_names(wrong, _MOST_NAMES)
         yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
-        yield "mend what makes the batch, or leave such rows out"
+        yield "fix the code that makes the batch, or leave such rows out"
         return
     rules = case.prepared.traced.labels if case.prepared is not None else ()
     empty = [rule for rule in rules if rule.count(batch) == 0]
@@ -141,14 +141,14 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
             "a mean over none is 0 / 0"
         )
         yield "leave out batches without a label that counts, as they train nothing"
-        yield "or let the loss of no labels be 0"
+        yield "or return a loss of 0 if there are no labels"
         return
     if look.first is not None:
-        yield f"it is first met in {look.first} are not finite"
-        yield "mend the model, or give it a batch on which it is finite"
+        yield f"it arises first in {look.first} are not finite"
+        yield "fix the model, or give it a batch on which it is finite"
         return
     yield "the outputs of all modules are finite: it arises in the loss, or between modules"
-    yield "mend the loss, or give it a batch on which it is finite"
+    yield "fix the loss, or give it a batch on which it is finite"
 
 
 def _finite(value: Tensor) -> bool:

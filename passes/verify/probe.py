@@ -397,13 +397,15 @@ def check_parts(case: Case) -> Case:
         f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
         f" {bad.error:.1e}"
     )
-    meet = (f"rows of the batch meet in {line}",) if line else ()
+    meet = (f"rows of the batch interact in {line}",) if line else ()
     if _is_sum_loss(probe):
         raise Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
-            notes=(differs, "the losses of the parts add up to that of the whole", *meet),
-            helps=("divide it by what it adds up, in `loss(output, batch)`, or by an option",),
+            notes=(differs, "the losses of the parts add up to that of the full batch", *meet),
+            helps=(
+                "divide it by the number of its terms, in `loss(output, batch)`, or by an option",
+            ),
         )
     raise Refusal(
         Diagnostic(
@@ -462,7 +464,7 @@ def _check_model_alone(probe: Probe, bad: Row) -> None:
     if found <= max(RTOL, MUCH * bad.error) and found != UNKNOWN:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
-            f"runs of the parts of a batch give another {bad.place} than the whole",
+            f"the parts of a batch give another {bad.place} than the full batch",
             f"{bad.place} differs by {bad.error:.1e}, and by {found:.1e} with the model alone",
             f"the model, `{name}`, in {len(probe.parts)} parts",
         )

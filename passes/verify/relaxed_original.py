@@ -94,10 +94,10 @@ def check_sums(case: Case) -> None:
         return
     raise Refusal.of(
         "S717",
-        "a single process cannot follow rows that lose bits where ranks share sums",
-        notes=("it takes one part of the batch after the other, and this loss needs all at once",),
+        "a single process cannot reproduce lossy rows if ranks share sums",
+        notes=("it computes one part of the batch after another, but this loss needs all of them",),
         helps=(
-            'let each part have sums of its own: `step "..." relax(batch_stats, lossy) {`',
+            'let each part have its own sums: `step "..." relax(batch_stats, lossy) {`',
             "or leave `compress` out, and prove the other rows",
         ),
     )

@@ -126,14 +126,14 @@ def _refusal(left: list[str]) -> Refusal:
     named = ", ".join(f"`{name}`" for name in left[:3])
     return Refusal.of(
         "S708",
-        f"what a forward leaves in {named} is not alike in all stages of the pipeline",
+        f"a forward leaves different values in {named} on different stages",
         notes=(
-            "one forward writes it and a later one reads it: in one piece they give other losses"
-            " than stage by stage",
+            "one forward writes it and a later one reads it: stage by stage the loss differs from"
+            " that of the unsplit model",
             "each stage has a copy, and writes only what its own part of the model writes",
         ),
         helps=(
-            "keep what writes and what reads it in one module, or in one stage: cut elsewhere",
+            "write and read it in one module, or in one stage: cut elsewhere",
             "or leave the pipeline out",
         ),
     )

@@ -279,7 +279,7 @@ def describe_changed_choices(right: Mapping[Any, Tensor], other: Mapping[Any, Te
             count[0] += int((found != wanted).sum())
             count[1] += wanted.numel()
     return [
-        f"{wrong} of {many} choices of `{name}` in `{site or 'the model'}` fall otherwise"
+        f"{wrong} of {many} choices of `{name}` in `{site or 'the model'}` differ"
         for (site, name), (wrong, many) in counts.items()
         if wrong
     ]

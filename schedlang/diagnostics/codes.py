@@ -115,7 +115,7 @@ def explain(code: str) -> str:
     """Return the page of a code, with its example; raises KeyError for an unknown code."""
     title, text = CODES[code] if code in CODES else WARNINGS[code]
     family = f"Codes {code[:2]}.. are about {FAMILIES[code[1]]}."
-    note = family if code in CODES else "A warning refuses nothing."
+    note = family if code in CODES else "A warning does not stop the command."
     shown = example(code)
     parts = [f"{code}: {title}\n", f"{text}\n", f"{note}\n"]
     return "\n".join([*parts, shown.page()] if shown else parts)

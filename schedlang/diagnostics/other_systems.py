@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_COPIES = "each rank of an axis has rows of the batch and a whole copy: `zero(stage=0, over=dp)`"
-_SLICES = "parameters are sliced and gathered: `zero(stage=3, over=dp)`"
+_COPIES = "each rank of an axis has other rows and a full copy: `zero(stage=0, over=dp)`"
+_SLICES = "shard and gather parameters: `zero(stage=3, over=dp)`"
 _RECOMPUTES = "`layers.*  checkpoint()` recomputes"
-_SEQUENCES = "`layers.*.attn  context_parallel(ring, over=cp)` splits sequences"
-_MICRO = 'a batch is cut into microbatches by `pipeline(order="1F1B", micro=4)`'
-_SPLITS = "`mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)` split a pair"
+_SEQUENCES = "split sequences: `layers.*.attn  context_parallel(ring, over=cp)`"
+_MICRO = 'split the batch into microbatches: `pipeline(order="1F1B", micro=4)`'
+_SPLITS = "shard a pair: `mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)`"
 
 
 def _helps_for(words: str, *helps: str) -> dict[str, tuple[str, ...]]:
@@ -28,80 +28,79 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     **_helps_for("zero3 zero_3", _SLICES),
     **_helps_for(
         "reduce allreduce all_reduce",
-        "gradients are summed by `zero(stage=0, over=dp)`",
-        "in fewer bytes with `compress(gradients, int8, over=dp)` below it",
+        "all-reduce gradients: `zero(stage=0, over=dp)`",
+        "with fewer bytes, in a row below: `compress(gradients, int8, over=dp)`",
     ),
     **_helps_for(
         "slice split microbatch micro_batch accumulate gradient_accumulation",
         _MICRO,
-        'sequences by `pipeline(order="Seq1F1B", micro=4, slices=4)`',
+        'split sequences into slices: `pipeline(order="Seq1F1B", micro=4, slices=4)`',
     ),
     **_helps_for(
         "tensor_parallel tp parallelize column_parallel row_parallel colwise rowwise", _SPLITS
     ),
     **_helps_for(
         "sequence_parallel sp",
-        "between a row and a column: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
+        "shard norms along tokens: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
         _SEQUENCES,
     ),
     **_helps_for("ring ring_attention ulysses cp", _SEQUENCES),
     **_helps_for(
         "pipeline_parallel pp stages stage",
-        "`layers  pipeline_split(over=pp)` cuts stages",
-        'and `pipeline(order="1F1B", micro=4)` runs them',
+        "cut the model into stages: `layers  pipeline_split(over=pp)`",
+        'and choose their order: `pipeline(order="1F1B", micro=4)`',
     ),
-    **_helps_for(
-        "expert ep moe experts", "`mlp.experts  expert_parallel(over=ep)` spreads experts"
-    ),
+    **_helps_for("expert ep moe experts", "shard experts: `mlp.experts  expert_parallel(over=ep)`"),
     **_helps_for(
         "place shadow",
-        "hot experts are with all tokens by `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
+        "copy hot experts to all ranks: `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
     ),
     **_helps_for(
         "recompute remat rematerialize activation_checkpointing gradient_checkpointing ckpt",
         _RECOMPUTES,
     ),
     **_helps_for(
-        "swap stream cpu_offload", "`layers.*  offload(activations, to=cpu)` moves what is saved"
+        "swap stream cpu_offload", "move saved tensors: `layers.*  offload(activations, to=cpu)`"
     ),
     **_helps_for(
         "quantize quantise",
-        "saved activations in few bits: `layers.*  compress(activations, int8)`",
-        "arithmetic in sixteen: `cast(bf16)`",
+        "compress saved activations: `layers.*  compress(activations, int8)`",
+        "compute with 16 bits: `cast(bf16)`",
     ),
-    **_helps_for("autocast amp mixed_precision half", "`cast(bf16)` computes in sixteen bits"),
-    **_helps_for("compile jit script torch_compile", "`layers.*.mlp  fuse()` compiles a region"),
+    **_helps_for("autocast amp mixed_precision half", "compute with 16 bits: `cast(bf16)`"),
+    **_helps_for("compile jit script torch_compile", "compile a module: `layers.*.mlp  fuse()`"),
     **_helps_for("kernel swap_kernel", "`layers.*.norm  replace_kernel(rms_norm)`"),
-    **_helps_for("reorder", "weights' gradients wait behind `layers.*  split_backward()`"),
-    **_helps_for("share share_weights", "`layers[2:]  tie()` gives modules one set of parameters"),
+    **_helps_for("reorder", "delay weight gradients: `layers.*  split_backward()`"),
+    **_helps_for("share share_weights", "share parameters between modules: `layers[2:]  tie()`"),
     **_helps_for(
         "rewrite",
-        "a module of your own takes another's place: `layers.*.mlp  replace(my_mlp)`",
-        "a bias apart from its product: `layers.*.mlp.up  decompose(bias)`",
+        "replace a module by your own: `layers.*.mlp  replace(my_mlp)`",
+        "separate a bias from its product: `layers.*.mlp.up  decompose(bias)`",
     ),
-    **_helps_for("sync", "`shard` says both ends: `mlp.down  shard(row, output=R, over=tp)`"),
-    **_helps_for("capture trace", "nothing has to be traced: drop the row"),
+    **_helps_for(
+        "sync", "set the placement of the output: `mlp.down  shard(row, output=R, over=tp)`"
+    ),
+    **_helps_for("capture trace", "drop the row: tracing needs no row"),
     **_helps_for(
         "plan search tune",
-        "stages by what they cost: `layers  pipeline_split(over=pp, balance=time)`",
-        "what is recomputed: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
-        "a command writes rows for a model and a mesh: `schedlang init MODEL`",
+        "balance stages by cost: `layers  pipeline_split(over=pp, balance=time)`",
+        "plan recomputation: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
+        "write rows for a model and a mesh with a command: `schedlang init MODEL`",
     ),
     **_helps_for(
-        "simulate", "that is a command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
+        "simulate", "use the command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
     ),
     **_helps_for(
-        "protect", "a program saves and loads its state under any layout: `program.save(path)`"
+        "protect", "save and load the state in Python, under any layout: `program.save(path)`"
     ),
-    **_helps_for("init", "a command writes rows for a model: `schedlang init MODEL`"),
+    **_helps_for("init", "write rows for a model with a command: `schedlang init MODEL`"),
     **_helps_for(
         "relax",
-        'it stands on the step whose rows give something up: `step "name" relax(staleness) {`',
+        'write it at the step whose rows need it: `step "name" relax(staleness) {`',
     ),
     **_helps_for(
         "cache",
-        "no row keeps stale copies of rows of an embedding: "
-        "`embed  shard(vocab, over=tp)` splits it",
+        "no primitive caches rows of an embedding; shard it: `embed  shard(vocab, over=tp)`",
     ),
 }
 
@@ -160,27 +159,29 @@ Table = Mapping[
     str, Replacement
 ]  # keys: `argument=value`, `argument`, or `=value` for a positional one
 
-_OWN_MASK = "a kernel hides what the model's own mask hides, and is tried against the module"
-_OWN_DRAWS = "masks of dropout are drawn as the model draws them, and nothing is given up"
-_ROUTER = "how tokens are routed is the model's own, and stays"
+_OWN_MASK = "a kernel uses the model's own mask, and is compared with the module"
+_OWN_DRAWS = "dropout masks are drawn as the model draws them; results do not change"
+_ROUTER = "the model's own router stays"
 _AS_STORED = "parameters, their gradients and moments stay as they are stored"
 _ONE = "a row moves one thing"
-_CHOSEN = "what is moved or recomputed is chosen by the selector: `layers[:6]`"
+_CHOSEN = "choose the modules with the selector: `layers[:6]`"
 _ORDER = Replacement(
-    "", "in which order stages run is a row of its own", 'pipeline(order="{}", micro=4)'
+    "", "the order of stages needs a separate row", 'pipeline(order="{}", micro=4)'
 )
 _EXPERTS_BESIDE = Replacement(
     None,
-    "tokens are sent in parts, each under way while the part before is computed",
+    "tokens are sent in chunks; each is sent while the one before is computed",
     "layers.*.mlp.experts  expert_parallel(over=ep, chunks=2)",
 )
 _GRADIENTS = Replacement("gradients")
 _TRANSFERS = Replacement("transfers")
 _BEHIND = Replacement(
-    None, "gathers run ahead of the modules that need them", "zero(stage=3, over=dp, prefetch=1)"
+    None,
+    "parameters are gathered before their modules need them",
+    "zero(stage=3, over=dp, prefetch=1)",
 )
-_GRID = "a product over a grid of ranks has a verb of its own"
-_EIGHT = "no row computes in eight bits; sixteen are the fewest"
+_GRID = "products over a grid of ranks have their own primitive"
+_EIGHT = "no primitive computes with 8 bits; 16 are the fewest"
 
 
 def _entry_for(words: str, one: Replacement) -> dict[str, Replacement]:
@@ -192,7 +193,7 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for(
             "save=flash_attention save=sdpa save=flex_attention save=flash save=attn save=attn_out"
             " save=attention_core save=scaled_dot_product_attention",
-            Replacement("attention", "`attention` is whichever kernel computes it"),
+            Replacement("attention", "`attention` means any attention kernel"),
         ),
         **_entry_for(
             "save=matmul save=mm save=gemm save=linears save=matrix_products", Replacement("linear")
@@ -201,21 +202,20 @@ ARGUMENTS: Mapping[str, Table] = {
             "save=all_to_all save=all_reduce save=all_gather save=reduce_scatter save=comm",
             Replacement("collective"),
         ),
-        "=selective": Replacement("save=[linear]", "`save` names what is kept"),
+        "=selective": Replacement("save=[linear]", "`save` lists the results that are saved"),
         "=full": Replacement(""),
-        "=except_last": Replacement(None, "the others are selected", "layers[:-1]  checkpoint()"),
+        "=except_last": Replacement(None, "select the other modules", "layers[:-1]  checkpoint()"),
         "=dtr": Replacement("plan=dtr, memory=2GiB"),
         "=rotor": Replacement("plan=rotor, memory=2GiB"),
         "=sqrt": Replacement("group=sqrt"),
         "=save": Replacement("save=[attention]"),
         **_entry_for(
-            "mem budget", Replacement("plan=rotor, memory={}", "a plan fits modules into it")
+            "mem budget",
+            Replacement("plan=rotor, memory={}", "a plan fits the modules into this memory"),
         ),
         **_entry_for(
             "mem=cap budget=cap cap",
-            Replacement(
-                "memory=2GiB, plan=rotor", "a plan fits modules into the memory that it is given"
-            ),
+            Replacement("memory=2GiB, plan=rotor", "a plan fits the modules into this memory"),
         ),
         **_entry_for(
             "segments into", Replacement("group=sqrt", "`group` counts the modules of a group")
@@ -235,16 +235,17 @@ ARGUMENTS: Mapping[str, Table] = {
         "window": Replacement("prefetch={}"),
         **_entry_for("ratio =pipeline_aware group chunk", Replacement("", _CHOSEN)),
         **_entry_for(
-            "pin_memory non_blocking", Replacement("", "copies are pinned and beside on a GPU")
+            "pin_memory non_blocking",
+            Replacement("", "on a GPU copies are pinned and run on a separate stream"),
         ),
-        "optimizer": Replacement("", "the step is made where its state lies"),
+        "optimizer": Replacement("", "the step runs where its state is"),
         **_entry_for("=optimizer =optim", Replacement("", _ONE, "offload(optimizer, to=cpu)")),
         **_entry_for("=params =parameters", Replacement("", _ONE, "offload(parameters, to=cpu)")),
         **_entry_for("=grads =gradients", Replacement("", _ONE, "offload(gradients, to=cpu)")),
         "=activations": Replacement("", _ONE, "layers.*  offload(activations, to=cpu)"),
         "prefetch=predict": Replacement("prefetch=1"),
         "stage": Replacement(
-            None, "what a stage saves is parked by an order", 'pipeline(order="BPipe", micro=8)'
+            None, "an order moves the saved tensors of a stage", 'pipeline(order="BPipe", micro=8)'
         ),
     },
     "compress": {
@@ -253,7 +254,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "what=weights what=params what=pipe what=a2a what=pipe.backward",
             Replacement(
                 None,
-                "sums of gradients and saved activations are what is sent or kept in few bytes",
+                "only gradient all-reduces and saved activations can be compressed",
                 "compress(gradients, int8, over=dp)",
             ),
         ),
@@ -262,10 +263,10 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("group block_size", Replacement("block={}")),
         **_entry_for(
             "error feedback ef",
-            Replacement("error_feedback=true", "`error_feedback` is on if nothing is said"),
+            Replacement("error_feedback=true", "`error_feedback` is on by default"),
         ),
-        "stochastic": Replacement("", "rounding is stochastic always"),
-        "=stochastic": Replacement("", "rounding is stochastic always"),
+        "stochastic": Replacement("", "rounding is always stochastic"),
+        "=stochastic": Replacement("", "rounding is always stochastic"),
         **_entry_for("ema per select warmup two_level =a2a =two_level =adam", Replacement("")),
     },
     "cast": {
@@ -275,13 +276,13 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Replacement("bf16", _EIGHT)),
         **_entry_for(
             "loss_scale=dynamic =loss_scale scaler grad_scaler",
-            Replacement("", "any `fp16` row scales the loss, and follows it"),
+            Replacement("", "each `fp16` row scales the loss, and adapts the scale"),
         ),
         "loss_scale": Replacement("scale={}"),
         **_entry_for("master =master =master_weights", Replacement("", _AS_STORED)),
-        "=autocast": Replacement("", "it is torch's autocast unless `params=true` is said"),
+        "=autocast": Replacement("", "it is torch's autocast unless you write `params=true`"),
         **_entry_for("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Replacement("")),
-        "reduce": Replacement("", "gradients are summed in the dtype that they are stored in"),
+        "reduce": Replacement("", "gradients are reduced in the dtype in which they are stored"),
     },
     "fuse": {
         **_entry_for("with=triton backend=triton with=rowwise", Replacement("backend=rowwise")),
@@ -292,9 +293,7 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
         "with=auto": Replacement("backend=auto"),
         "rng": Replacement("", _OWN_DRAWS),
-        **_entry_for(
-            "fullgraph dynamic mode", Replacement("", "a region is one graph, or it is refused")
-        ),
+        **_entry_for("fullgraph dynamic mode", Replacement("", "a region must be one graph")),
     },
     "replace_kernel": {
         "causal": Replacement("", _OWN_MASK),
@@ -302,7 +301,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "mask window dropout dropout_p scale softcap is_causal softmax_scale",
             Replacement("", _OWN_MASK),
         ),
-        **_entry_for("eps offset block", Replacement("", "it is found by probing the module")),
+        **_entry_for("eps offset block", Replacement("", "it is measured on the module")),
         **_entry_for("kernel=flash kernel=fa kernel=flash_attn", Replacement("flash_attention")),
         **_entry_for("kernel=flex", Replacement("flex_attention")),
         **_entry_for(
@@ -328,7 +327,7 @@ ARGUMENTS: Mapping[str, Table] = {
             "kernel=sliding_window kernel=tiled_gemm",
             Replacement(
                 None,
-                "a kernel computes what its module computes; another module is your own",
+                "a kernel computes the same as its module; use your own module instead",
                 "layers.*.attn  replace(my_attention)",
             ),
         ),
@@ -342,20 +341,22 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("order schedule using =", _ORDER),
         **_entry_for(
             "into stages parts",
-            Replacement("", "as many stages as `over` has ranks, times the `chunks` of the order"),
+            Replacement(
+                "", "the number of stages is the ranks of `over` times the `chunks` of the order"
+            ),
         ),
         **_entry_for(
             "chunks waves directions",
             Replacement(
                 "",
-                "stages on each rank are the order's",
+                "the order sets the stages on each rank",
                 'pipeline(order="Interleaved1F1B", micro=8, chunks={})',
             ),
         ),
-        "side": Replacement("", "a stage begins with the module that is named"),
+        "side": Replacement("", "a stage begins with the selected module"),
         **_entry_for(
             "micro microbatches",
-            Replacement("", "the order says it", 'pipeline(order="1F1B", micro={})'),
+            Replacement("", "the order takes this argument", 'pipeline(order="1F1B", micro={})'),
         ),
     },
     "pipeline": {
@@ -371,12 +372,16 @@ ARGUMENTS: Mapping[str, Table] = {
         "reshard_after_forward": Replacement("reshard={}"),
         **_entry_for(
             "unit =unit =chunk capture",
-            Replacement("", "units are the elements of the model's lists"),
+            Replacement("", "units are the elements of the model's module lists"),
         ),
         **_entry_for("offload cpu_offload", Replacement("", "", "offload(optimizer, to=cpu)")),
         **_entry_for(
             "secondary group",
-            Replacement("", "slices stay within an axis of a mesh", "zero(stage=0, over=nodes)"),
+            Replacement(
+                "",
+                "slices are over the axes of `over`; replicate over another axis",
+                "zero(stage=0, over=nodes)",
+            ),
         ),
     },
     "shard": {
@@ -387,7 +392,9 @@ ARGUMENTS: Mapping[str, Table] = {
         **_entry_for("style=rowwise style=row_parallel", Replacement("row")),
         **_entry_for(
             "style=seq style=sequence",
-            Replacement("input=S(seq), output=S(seq)", "a norm between two sharded layers"),
+            Replacement(
+                "input=S(seq), output=S(seq)", "this is for a norm between two sharded layers"
+            ),
         ),
         **_entry_for("style=vocab_parallel style=embedding", Replacement("vocab")),
         "style=summa": Replacement(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
@@ -396,13 +403,13 @@ ARGUMENTS: Mapping[str, Table] = {
             "style=h style=w style=spatial",
             Replacement(
                 None,
-                "pictures are split along a dim; how far neighbours reach is found by trying",
+                "images are split along a dim; the halo is measured",
                 "conv  shard(input=S(2), output=S(2), over=sp)",
             ),
         ),
         "style=dim": Replacement(
             None,
-            "what a module wants and gives is said at its ends",
+            "set the placements of input and output",
             "layers.*.attn  shard(input=S(2), output=S(1), over=cp)",
         ),
         **_entry_for(
@@ -418,16 +425,14 @@ ARGUMENTS: Mapping[str, Table] = {
             "rng=per_rank rng",
             Replacement(
                 "",
-                "every rank draws the whole mask and keeps its part:"
+                "every rank draws the full mask and keeps its shard:"
                 " the same numbers as one process",
             ),
         ),
         **_entry_for("gather_output", Replacement("output=R")),
         "input_is_parallel": Replacement("input=S(-1)"),
         "sequence_parallel": Replacement("output=S(seq)"),
-        **_entry_for(
-            "halo stride", Replacement("", "how far neighbours reach is found by tracing")
-        ),
+        **_entry_for("halo stride", Replacement("", "the halo is found by tracing")),
     },
     "context_parallel": {
         **_entry_for("method=ring_attention method=p2p", Replacement("ring")),
@@ -442,8 +447,8 @@ ARGUMENTS: Mapping[str, Table] = {
             "layout=head_tail layout=load_balanced layout=balanced", Replacement("layout=zigzag")
         ),
         **_entry_for("layout=stripe layout=round_robin", Replacement("layout=striped")),
-        "balance": Replacement("layout=zigzag", "a layout gives all ranks equal work"),
-        "double": Replacement("", "rings in rings have a word: `double_ring, over=(nodes, gpus)`"),
+        "balance": Replacement("layout=zigzag", "this layout gives all ranks equal work"),
+        "double": Replacement("", "for rings in rings write `double_ring, over=(nodes, gpus)`"),
         **_entry_for("blockwise store inner_ring first causal c", Replacement("")),
     },
     "expert_parallel": {
@@ -459,7 +464,7 @@ ARGUMENTS: Mapping[str, Table] = {
         "=adaptive": Replacement(""),
         **_entry_for(
             "capacity=inf capacity=infinite",
-            Replacement("", "no token is dropped if nothing is said"),
+            Replacement("", "by default no token is dropped"),
         ),
         "capacity_factor": Replacement("capacity={}"),
         **_entry_for("degree slices parts", Replacement("chunks={}")),
@@ -479,31 +484,32 @@ ARGUMENTS: Mapping[str, Table] = {
         ),
         "what=load": Replacement(
             None,
-            "copies run ahead of the modules that need them",
+            "copies start before their modules need them",
             "offload(parameters, to=cpu, prefetch=1)",
         ),
         "what=place": Replacement(
             None,
-            "hot experts come to all tokens",
+            "hot experts are copied to all ranks",
             "layers.*.mlp.experts  expert_parallel(over=ep, shadow=[0])",
         ),
         **_entry_for(
             "what=priority what=first_layer_first what=optimal_order",
-            Replacement("gradients", "sums begin in the order in which backward makes them"),
+            Replacement(
+                "gradients",
+                "all-reduces start in the order in which backward computes the gradients",
+            ),
         ),
         "into": Replacement(""),
         **_entry_for(
-            "with priority", Replacement("", "what runs beside is whatever there is to compute")
+            "with priority", Replacement("", "communication overlaps with any computation")
         ),
     },
     "split_backward": _entry_for("=wgrad =late wgrad", Replacement("")),
     "pad": _entry_for("to multiple_of", Replacement("multiple={}")),
     "freeze": _entry_for(
         "names=grad_norm names=rotate",
-        Replacement(
-            None, "which modules are trained is said by a selector", "layers[:2]  freeze()"
-        ),
+        Replacement(None, "select the modules that are frozen", "layers[:2]  freeze()"),
     ),
-    "tie": {"to": Replacement("", "the first of the selected modules gives its parameters")},
-    "verify": {"atol": Replacement("", "in float64 what is allowed follows from the norms")},
+    "tie": {"to": Replacement("", "the first selected module gives its parameters")},
+    "verify": {"atol": Replacement("", "in float64 the tolerance follows from the norms")},
 }

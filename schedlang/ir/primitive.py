@@ -289,12 +289,12 @@ def relation_of(first: Primitive | type[Primitive], then: Primitive | type[Primi
 
 SIGNS: Mapping[Relation, str] = {"commute": "=", "order": ">", "clash": "x", "both": "2"}
 LEGEND = """\
-The verb of the row stands above, that of the column below, where both touch one module:
+Two rows select one module. The first stands above: its verb is on the left. The second is below:
 
-  =  nothing in common: any order
-  >  what stands below relies on what stands above: in this order only
-  x  what stands below changes what the one above relied on: refused, turn them round
-  2  both change one facet: the facet's own rule decides
+  =  they share nothing: any order
+  >  the second uses what the first changes: only in this order
+  x  the second changes what the first has used: refused, swap the two rows
+  2  both change one facet: a rule of that facet decides
 """
 
 

@@ -13,9 +13,9 @@ from schedlang.language.kinds import MANY, REST, Axes, Axis, describe, signature
 from schedlang.language.value import show_value
 
 SUBJECT = {
-    "module": "each selected module by itself",
+    "module": "each selected module separately",
     "selection": "all selected modules together",
-    "model": "the whole scope: no selector stands before it",
+    "model": "the full model, or its `at` block: no selector",
 }
 
 

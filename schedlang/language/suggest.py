@@ -55,7 +55,7 @@ class CorrectedCall:
         if self.replacement_rows:
             return tuple(f"its row here is `{row}`" for row in self.replacement_rows)
         rows = dict.fromkeys(self.extra_rows)
-        beside = [f"and a row of its own, below: `{row}`" for row in rows]
+        beside = [f"and a separate row below: `{row}`" for row in rows]
         return (f"write `{self.call(verb)}`", *beside)
 
     def call(self, verb: str) -> str:

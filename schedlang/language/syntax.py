@@ -187,8 +187,8 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
 BINDING_NODES = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that bind their name
 RESERVED = KEYWORDS | {"model", "_"}
 PYTHON_HELPS = (
-    "this is Python; a schedule lies beside it: `schedlang init model.py --mesh tp=2` writes one",
-    "a program of yours is judged by `schedlang verify original.py --against program.py`",
+    "this is Python; a schedule is another file: `schedlang init model.py --mesh tp=2` writes one",
+    "check a program of your own: `schedlang verify original.py --against program.py`",
 )
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 TOKEN_NAMES = {
@@ -281,9 +281,7 @@ def _explain_unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | 
         place = replace(found, end_line=found.line, end_col=found.col + width)
         label = Label(place, f"expected `{close}` or `,` before this")
     row = source.line(bracket.line).partition("#")[0].strip()
-    closed = (
-        "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
-    )
+    closed = "close it with `}` on its own line" if char == "{" else f"close it: `{row}{close}`"
     return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 

@@ -221,7 +221,7 @@ def _check_lists(batch: Batch) -> None:
             "S605",
             "the batch has no rows: it is made of lists of samples",
             notes=(
-                f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
+                f"`{key}` is a list of {len(value)}, and the tensors in the lists have first dims"
                 f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
                 "the batch is split by rows, dim 0 of its tensors",
             ),
@@ -405,7 +405,7 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
         if lengths == list(rows) and len(set(rows)) > 1:
             return type(first)(one for value in values for one in value)
         if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
-            return MissingOutput("whether its entries are those of samples is not known")
+            return MissingOutput("it is not known whether its entries belong to samples")
     flat = [_one_level(value) for value in values]
     spec = flat[0][1]
     if any(other != spec for _, other in flat[1:]):
@@ -434,7 +434,7 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
     if all(isinstance(v, Tensor) for v in values):
         if _by_rows(values, rows):
             if _either_dim(values, rows):
-                return MissingOutput("which of its dims has the rows is not known")
+                return MissingOutput("it is not known which of its dims has the rows")
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():

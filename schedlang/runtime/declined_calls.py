@@ -40,7 +40,7 @@ class DeclinedCalls:
         more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         first = f" (first {self.first_arguments})" if self.first_arguments else ""
         return (
-            f"`{self.kernel}` does not take some calls of"
+            f"`{self.kernel}` leaves some calls of"
             f" `{self.sites[0] or 'the model'}`{more} to the"
             f" model: {self.reason}{first}"
         )

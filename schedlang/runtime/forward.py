@@ -87,7 +87,7 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     if hasattr(module, "_orig_mod"):  # attributes set on it are set on the module that it wraps
         raise Refusal.of(
             "S401",
-            f"what `torch.compile` gave of a `{type(module._orig_mod).__name__}` takes no such row",
+            f"a `{type(module._orig_mod).__name__}` from `torch.compile` takes no such row",
             helps=("let `module.compile()` compile it where it is",),
         )
     if layers is None:

@@ -104,9 +104,9 @@ def _in_place_refusal(name: str, attribute: str) -> Refusal:
     return Refusal.of(
         "S813",
         f"`{name}` writes into its attribute `{attribute}`, and is recomputed",
-        notes=("recomputation would begin with the values that its forward has left there",),
+        notes=("recomputation would start from the values that its forward has written",),
         helps=(
-            "set it anew: `self.total = self.total + x`, not `self.total += x`",
+            "assign a new tensor: `self.total = self.total + x`, not `self.total += x`",
             "or checkpoint other modules",
         ),
     )

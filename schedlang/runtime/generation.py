@@ -37,13 +37,13 @@ RunForward = Callable[..., Any]
 # the argument in newer versions of transformers 5, and in older ones
 CACHES = ("cache", "past_key_values")
 OTHER_STATE = "this model keeps more than keys and values between tokens, or moves their rows"
-NO_CACHE_HELP = "`use_cache=false` makes every token from the whole sequence"
+NO_CACHE_HELP = "`use_cache=false` computes every token from the full sequence"
 REFUSED_OPTIONS = {  # settings under which ranks could diverge, or that move the rows of a cache
-    "max_time": "ranks have clocks of their own: bound it by `max_new_tokens`",
+    "max_time": "ranks have different clocks: use `max_new_tokens` as the bound",
     "assistant_model": "leave it out: the program's own model makes every token",
     "prompt_lookup_num_tokens": "leave it out: the program's own model makes every token",
     "custom_generate": "leave it out: the loop is transformers' own",
-    "synced_gpus": "leave it out: ranks go the same way",
+    "synced_gpus": "leave it out: all ranks do the same",
 }
 
 
@@ -76,12 +76,12 @@ def _encoder_option(model: Any, inputs: Tensor | None, options: Mapping[str, Any
     from transformers.utils import ModelOutput
 
     if options.get("encoder_outputs") is not None:
-        raise _refusal("`encoder_outputs` are not followed", "give what the encoder is given")
+        raise _refusal("`encoder_outputs` are not followed", "give the inputs of the encoder")
     names = (model.main_input_name, "inputs_embeds")
     given = {name: options[name] for name in names if options.get(name) is not None}
     found = given or ({} if inputs is None else {names[0]: inputs})
     if not found:
-        raise _refusal(f"`{names[0]}`, which the encoder is given, is missing", "give it")
+        raise _refusal(f"`{names[0]}`, an input of the encoder, is missing", "give it")
     return {"encoder_outputs": ModelOutput(found)}
 
 
@@ -89,11 +89,11 @@ def _check_options(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
         raise _refusal(
             f"`{type(model).__name__}` has no `generate` of transformers",
-            "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
+            "write your own loop: `eval_step` returns the outputs of the full batch on every rank",
         )
     for name, help_ in REFUSED_OPTIONS.items():
         if options.get(name) is not None:
-            raise _refusal(f"`{name}` is not followed", help_)
+            raise _refusal(f"`{name}` is not supported", help_)
 
 
 def _check_same_on_ranks(
@@ -221,7 +221,7 @@ def _check_cache(made: Any) -> None:
 
     if type(made) is not DynamicCache:
         raise _refusal(
-            f"a cache of the kind `{type(made).__name__}` is not followed",
+            f"a cache of the kind `{type(made).__name__}` is not supported",
             "leave out `cache_implementation` and caches of your own: this one keeps"
             " all keys and values",
         )

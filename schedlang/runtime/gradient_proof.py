@@ -349,7 +349,7 @@ class VaryingTypes(Lattice):
         self.sums += 1
         fqn = one.label or self.site
         if axis not in before:
-            reason = f"its {one.kind} sums what is alike on all ranks of `{axis}`"
+            reason = f"its {one.kind} sums values that are equal on all ranks of `{axis}`"
             self.faults.append(TypeFault("often", fqn, axis, reason))
         elif plain:
             wrong = why_not_partial(x, axis, self.axes_of)
@@ -535,7 +535,7 @@ class BackwardWalk:
         if into:
             if kind == PART:
                 gradient = f"a gradient that is a part over `{axis}`"
-                self._missing(site, axis, f"{gradient} is taken for the whole, without a sum")
+                self._missing(site, axis, f"{gradient} is used as the full gradient, without a sum")
             kind = OWN
         return (
             GradientShare(kind, times) if (kind, times) != (share.kind, share.extra_sums) else share
@@ -558,7 +558,7 @@ class BackwardWalk:
                 reason = f"its gradients are parts over `{axis}`"
                 self._missing(label, axis, f"{reason}, and its backward does not sum them")
             elif shares[axis].kind == WHOLE:
-                reason = f"its backward sums over `{axis}` what is alike on all ranks"
+                reason = f"its backward sums over `{axis}` values that are equal on all ranks"
                 self.faults.append(TypeFault("often", label, axis, reason))
             if axis in into:
                 found[axis] = GradientShare(OWN, shares[axis].extra_sums)

@@ -171,7 +171,7 @@ class Adapt:
                 f"`{name}` has no values: it is the norm of weights that are read later",
                 helps=(
                     "make the model with its values on every rank",
-                    "or use `adapt(lora)`, whose first values hang on nothing",
+                    "or use `adapt(lora)`, whose initial values do not depend on weights",
                 ),
             )
         return lambda like: self._drawn(fqn, local, like, varied=False)

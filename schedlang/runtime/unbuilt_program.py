@@ -109,7 +109,7 @@ class UnbuiltProgram:
                 *([_NEEDS[name]] if name in _NEEDS else []),
             ),
             helps=(
-                "give a batch, of which only the shapes are used: `sch.build(batch=batch, ...)`",
+                "give a batch (only its shapes are used): `sch.build(batch=batch, ...)`",
                 f"or use `{name}` after the first `train_step` or `eval_step`",
             ),
         )

@@ -49,11 +49,11 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         title = f"`{a.context[0]}` splits sequences: a program has no module to call"
         raise Refusal.of("S617", title, helps=(f"{_STEP}: they split the sequences",))
     if a.stage_axis is not None:
-        title = f"the pipeline over `{a.stage_axis}` has no module of its own"
+        title = f"the pipeline over `{a.stage_axis}` has no single module"
         helps = (f"{_STEP}: each rank runs a stage of the model",)
         raise Refusal.of("S617", title, helps=helps)
     if offloads_gradients:
-        title = "offloaded gradients leave the device at once: a loop of your own has none"
+        title = "offloaded gradients leave the device at once: your own loop would find none"
         raise Refusal.of("S617", title, helps=(_STEP,))
     if not a.local_parameters.guarded:
         a.local_parameters.guarded = True
@@ -148,8 +148,8 @@ def _check_norm(parameters: Iterable[Any]) -> None:
     if name is not None:
         raise Refusal.of(
             "S622",
-            "`clip_grad_norm_` would clip by the norm of what this rank holds",
-            notes=(f"here is a part of `{name}`; other ranks have others, and other norms",),
+            "`clip_grad_norm_` would clip by the norm of this rank's gradients only",
+            notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
             helps=("`build(clip=1.0)`: a step clips by the norm of all gradients",),
         ).at(python_span())
 
@@ -177,9 +177,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
         if name is not None and not _is_elementwise(optimizer, group):
             raise Refusal.of(
                 "S622",
-                f"`{type(optimizer).__name__}` looks at whole tensors, and would step on parts",
-                notes=(f"this rank holds a part of `{name}`",),
-                helps=("`build(optimizer=lambda named: ...)`: a step puts the parts together",),
+                f"`{type(optimizer).__name__}` needs full tensors, but would step on shards",
+                notes=(f"this rank holds a shard of `{name}`",),
+                helps=("`build(optimizer=lambda named: ...)`: a step gathers the shards",),
             ).at(python_span())
 
 

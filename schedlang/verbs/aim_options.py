@@ -27,7 +27,7 @@ class Aims:
         typer.Option(
             "--aim",
             metavar="time|cost|energy",
-            help="What of a training is least, on some nodes of `--on cluster.toml`.",
+            help="What to minimise over a training; it may use only some nodes of `--on`.",
         ),
     ] = None
     samples: Annotated[
@@ -35,19 +35,24 @@ class Aims:
         typer.Option(
             "--samples",
             metavar="[ROWS=]N",
-            help="Rows that the training takes; 512=10M: with steps of 512 rows. Repeatable.",
+            help="Rows of the training; 512=10M: in steps of 512 rows. May be repeated.",
         ),
     ] = None
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="N", help="Tokens, in place of `--samples`.")
+        str | None,
+        typer.Option(
+            "--tokens", metavar="N", help="Tokens of the training, instead of `--samples`."
+        ),
     ] = None
     deadline: Annotated[
         str | None,
-        typer.Option("--deadline", metavar="72h", help="It must end within this: s m h d."),
+        typer.Option(
+            "--deadline", metavar="72h", help="The training must end within this time (s, m, h, d)."
+        ),
     ] = None
     eta: Annotated[
         float,
-        typer.Option("--eta", help="Share of energy in Zeus's cost; the rest is time. Default 1."),
+        typer.Option("--eta", help="Share of energy in Zeus's cost; the rest is time."),
     ] = 1.0
 
     @property

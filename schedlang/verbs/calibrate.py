@@ -23,42 +23,53 @@ if TYPE_CHECKING:
 
 @verb
 def calibrate(
-    model: Annotated[
-        Path | None, typer.Argument(help="Model file, of which there are `--runs`.")
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="Model file of the timed `--runs`.")] = None,
     *,
     runs: Annotated[
         Path | None,
-        typer.Option("--runs", metavar="FILE", help="Timed settings of the model, CSV or JSON."),
+        typer.Option("--runs", metavar="FILE", help="Timed runs of the model, as CSV or JSON."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Machine file to write.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", help="Local ranks whose messages are measured.")
+        int,
+        typer.Option(
+            "--ranks", metavar="N", help="Number of local ranks for the measured collectives."
+        ),
     ] = 2,
     like: Annotated[
         str | None,
-        typer.Option("--like", "--on", metavar="NAME", help="Machine with what is not measured."),
+        typer.Option(
+            "--like",
+            "--on",
+            metavar="NAME",
+            help="Machine that gives the figures that are not measured.",
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32 or bfloat16, in which models compute.")
+        str | None,
+        typer.Option("--dtype", help="Dtype in which models compute: float32 or bfloat16."),
     ] = None,
     longest: Annotated[
-        float, typer.Option("--longest", metavar="SECONDS", help="Of the largest size measured.")
+        float,
+        typer.Option(
+            "--longest", metavar="SECONDS", help="Measure sizes up to one that takes this long."
+        ),
     ] = 0.1,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the machine at hand, or fit one to runs, for `--on FILE` of verbs that time steps.
+    """Write a machine file for `--on FILE`: measure this machine, or fit a machine to timed
+    runs.
 
     `schedlang calibrate -o mine.toml`
 
     `schedlang calibrate model.py --runs runs.csv --like a100 -o mine.toml`
 
-    Products of matrices, attention, sums in memory and starts of operators on this device; on a
-    CPU collectives between local ranks too.  Links between accelerators are those of `--like`.
-    With `--runs` nothing is measured: constants are those under which the price of each setting of
-    the table is the `step_s` beside it.
+    Measured on this device: matrix products, attention, copies in memory and the start of an
+    operator.  On a CPU also collectives between local ranks.  Links between accelerators are those
+    of `--like`.  With `--runs` nothing is measured: the constants are fitted so that the predicted
+    time of each run is its `step_s` in the table.
     """
     from schedlang.passes.simulate.calibration import fit_machine
     from schedlang.runtime.device import local_device, on_host

@@ -28,8 +28,9 @@ def check(
 ) -> None:
     """Check syntax, names, domains and arguments; needs neither torch nor the model.
 
-    With `--model` also prove, without running a rank, that gradients are summed over the right
-    axes, that only pending sums are summed, that ranks agree on collectives, and who owns what.
+    With `--model` it also proves, without starting a rank: gradients are all-reduced over the right
+    axes, only partial values are all-reduced, ranks agree on collectives, and every tensor has an
+    owner.
     """
     from schedlang.verbs.inputs import parse_settings
     from schedlang.verbs.quick_check import collect_warnings, show_warnings

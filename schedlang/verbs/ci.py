@@ -29,7 +29,7 @@ class ProofLimits:
         list[str] | None,
         typer.Option(
             metavar="FILE:CODE",
-            help="A schedule that must be refused, with its code; may be repeated.",
+            help="A schedule that must fail with this code; may be repeated.",
         ),
     ] = None
     timeout: Annotated[
@@ -37,7 +37,7 @@ class ProofLimits:
         typer.Option(
             metavar="SECONDS",
             min=0.001,
-            help="Stop each proof after so many seconds; it counts as not checked.",
+            help="Stop each proof after this many seconds; it then counts as not checked.",
         ),
     ] = None
 
@@ -48,10 +48,14 @@ class ExtraChecks:
 
     static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
     shrink: Annotated[
-        bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
+        bool,
+        typer.Option(
+            "--shrink", help="Reduce model and mesh if the mesh is larger than `--world`."
+        ),
     ] = False
     locked: Annotated[
-        bool, typer.Option("--locked", help="Every schedule with rows must have a lock that holds.")
+        bool,
+        typer.Option("--locked", help="Require for every schedule with rows a lock that holds."),
     ] = False
 
 
@@ -69,10 +73,10 @@ def ci(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check schedules, compare locks where there are any, prove what needs no run, and verify.
+    """Check schedules, compare the locks that exist, prove what needs no run, and verify.
 
-    As a step of a GitHub workflow it puts annotations on the lines to blame and a table into the
-    job's summary.  A mesh larger than `--world` is left out, which counts as not checked.
+    In a GitHub workflow it annotates the lines with errors and adds a table to the job's summary.
+    If a mesh is larger than `--world`, its schedule is skipped and counts as not checked.
     """
     from schedlang.verbs.examine import ProofTerms, RankPool
 

@@ -24,18 +24,18 @@ def diff(
     *,
     common: Common,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Tables for a pull request.")
+        bool, typer.Option("--markdown", help="Print tables for a pull request.")
     ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page into this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two schedules by what they do, not by their lines; and what each costs.
+    """Compare two schedules by what they do and what they cost, not by their lines.
 
-    Bytes at the peak of a step by class, bytes sent, the pipeline's bubble.  Each may be a plan
-    that `plan --out` saved: what was agreed on, beside what the schedule says now.  Knobs and axis
-    sizes are set in the schedules.
+    The costs are peak bytes of a step by class, bytes sent, and the bubble of the pipeline.
+    Instead of a schedule you can give a plan that `plan --out` saved.  `--knob` and `--mesh` are
+    for schedules only.
     """
     from schedlang.passes.simulate.account import compare_accounts
     from schedlang.verbs.inputs import account_costs, check_folders, write_output

@@ -21,21 +21,25 @@ _CALLS = 6  # shown of a rank that did not arrive
 @verb
 def doctor(
     folder: Annotated[
-        Path, typer.Argument(help="Records of ranks, or a flight recorder's.", metavar="FOLDER")
+        Path,
+        typer.Argument(help="Folder of records, or of flight-recorder dumps.", metavar="FOLDER"),
     ],
     *,
     stuck_after: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0.1, help="In one operation, from which a job is stuck."
+            metavar="SECONDS",
+            min=0.1,
+            help="Time in one operation after which a job counts as stuck.",
         ),
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say which rank a job waits for, and in what; which is slow, and what the links carry.
+    """Show which rank a job waits for and in which operation, slow ranks, and the speed of
+    links.
 
-    Ranks write records into a folder where the variable SCHEDLANG_RECORD names one, while they run:
-    look at it meanwhile, or after a hang.  Dumps of torch's flight recorder are read, too.
+    If the variable SCHEDLANG_RECORD names a folder, ranks write records into it while they run.
+    Read the folder during the run, or after a hang.  Dumps of torch's flight recorder work, too.
 
     Exit 1: a rank is slow, stuck or gone.
     """
@@ -108,16 +112,16 @@ def _head_line(folder: Path, found: Diagnosis) -> str:
 def _gone_lines(found: Diagnosis) -> list[str]:
     lines = [f"  rank {rank} has written nothing" for rank in found.unrecorded]
     if found.silent.keys() == found.job.ledgers.keys():
-        return [*lines, f"  no rank gave a sign for {min(found.silent.values()):.0f} s"]
+        return [*lines, f"  no rank has written for {min(found.silent.values()):.0f} s"]
     for rank, seconds in found.silent.items():
-        how = "its process has ended without a word, or is stopped"
+        how = "its process has ended without a message, or is stopped"
         host = found.job.ledgers[rank].host
-        lines.append(f"  rank {rank} ({host}) gave no sign for {seconds:.0f} s: {how}")
+        lines.append(f"  rank {rank} ({host}) has not written for {seconds:.0f} s: {how}")
     for rank, one in found.job.ledgers.items():
         if one.error:
             lines.append(f"  rank {rank} ended by {one.error}")
         elif one.over and len(found.ended) < len(found.job.ledgers):
-            lines.append(f"  rank {rank} has ended in order")
+            lines.append(f"  rank {rank} has ended normally")
     return lines
 
 
@@ -126,12 +130,12 @@ def _cause_lines(found: Diagnosis, rank: int) -> list[str]:
     lines = []
     for one in found.missing:
         if rank in one.absent:
-            lines.append(f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}")
+            lines.append(f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}")
             lines += [f"  row {one.op.row}"] * bool(one.op.row)
             lines.append(f"  {_who_waits(one.waiting)} in it for {one.seconds:.0f} s")
     ledger = found.job.ledgers.get(rank)
     if ledger is not None and not ledger.over:
-        lines.append("  it stands in")
+        lines.append("  it is in")
         lines += [f"    {call}" for call in _user_calls(ledger)]
     return lines
 
@@ -150,9 +154,11 @@ def _circle_lines(found: Diagnosis) -> list[str]:
     for one in found.missing:
         for rank in one.absent:
             lines.append(
-                f"rank {rank} has not come to {_describe_op(one.op, one.ranks)}: it waits, too"
+                f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}: it waits, too"
             )
-    return lines or ["all have come to what they wait for: the network does not carry it"]
+    return lines or [
+        "all ranks have reached the operation that they wait for: the network does not deliver it"
+    ]
 
 
 def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
@@ -161,7 +167,7 @@ def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
     for rank, op in zip(ranks, ops):
         lines.append(f"  rank {rank}: {op.op}{_op_details(op)}")
         lines += [f"    row {op.row}"] * bool(op.row)
-    return [*lines, "  what only one of them does has been left out by the other"]
+    return [*lines, "  the other rank has skipped what only one of them does"]
 
 
 def _pending_line(one: PendingOp) -> str:

@@ -16,11 +16,12 @@ def explain(
         str | None, typer.Argument(help="A primitive or a code: shard, S402.", metavar="NAME")
     ] = None,
     conflicts: Annotated[
-        bool, typer.Option("--conflicts", help="Show which primitive may stand below which.")
+        bool,
+        typer.Option("--conflicts", help="Show which primitive may stand below which other one."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a primitive or the code of a message; without a name list all of them."""
+    """Explain a primitive or the code of a message; without a name, list all of them."""
     from schedlang.diagnostics import codes
     from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, find_closest
     from schedlang.diagnostics.other_systems import VERBS

@@ -25,22 +25,31 @@ def fabric(
     common: Common,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="NAME", help="As for `tune`; else the schedule's `on`."),
+        typer.Option(
+            "--on", metavar="NAME", help="Machine, as for `tune`; default: the schedule's `on`."
+        ),
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of a step, each as the first of the model file's batch."),
+        typer.Option(
+            min=1,
+            help="Rows of a step, all with the shape of the first row of the model file's batch.",
+        ),
     ] = None,
     links: Annotated[
         int | None,
-        typer.Option("--links", min=1, help="Links of a host; its ranks. They share its way out."),
+        typer.Option(
+            "--links",
+            min=1,
+            help="Links of a host, which share its bandwidth; default: the number of its ranks.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wire hosts directly, as suits what a plan sends between them in a step (TopoOpt).
+    """Choose direct links between hosts that fit the communication of a plan (TopoOpt).
 
-    Each host gets links to those that lie some strides on.  Rings go round the strides that fit
-    them, other messages the shortest ways.  Beside it stands a switch that never blocks.
+    Each host gets links to the hosts that are certain strides away.  Rings use the strides that fit
+    them, other messages the shortest paths.  The report also shows a switch that never blocks.
     """
     from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.passes.planner.fabric import choose_strides, traffic_of

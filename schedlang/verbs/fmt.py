@@ -25,8 +25,8 @@ def fmt(
 ) -> None:
     """Format schedules in place: one style, no options.  Comments are kept.
 
-    Nothing is written unless every file can be read.  `--upgrade` first brings files of an older
-    edition (`schedule 1` names it) to the edition of this schedlang, and says what it changed.
+    Files are written only if every file can be read.  `--upgrade` first rewrites files of an older
+    edition (`schedule 1` names the edition) for this schedlang, and lists the changes.
     """
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.language import printer

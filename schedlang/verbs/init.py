@@ -25,11 +25,13 @@ def init(
         str, typer.Argument(help="A model file, its folder, or a module.", metavar="MODEL")
     ],
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="AXIS=N,...", help="Axes with their sizes.")
+        str, typer.Option("--mesh", metavar="AXIS=N,...", help="Axes and their sizes.")
     ] = "",
     adapt: Annotated[
         str | None,
-        typer.Option(metavar="lora|dora", help="Train adapters beside the blocks' projections."),
+        typer.Option(
+            metavar="lora|dora", help="Train adapters of this kind on the blocks' projections."
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 8,
     as_json: AsJson = False,
@@ -38,9 +40,10 @@ def init(
 
     `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`
 
-    Axes are understood by name: dp, data and fsdp split the batch, pp and pipe the model into
-    stages, tp and model the tensors.  What can be split is found by following one forward without
-    values and by trying what is legal; modules that stay replicated are listed with the reason.
+    The name of an axis gives its purpose: dp, data and fsdp split the batch, ep the experts, cp the
+    sequences, pp and pipe the model into stages, tp and model the tensors.  `init` follows one
+    forward without values and tries which rows are legal.  It lists the modules that stay
+    replicated, with the reason.
     """
     from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose

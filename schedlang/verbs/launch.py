@@ -36,14 +36,18 @@ class Engine:
     """The engine that the script is for; torchrun if none is named."""
 
     torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="The command to type on each node (default).")
+        bool, typer.Option("--torchrun", help="Print the command to run on each node (default).")
     ] = False
-    slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for `sbatch`.")] = False
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for `sbatch`.")] = (
+        False
+    )
     k8s: Annotated[
-        bool, typer.Option("--k8s", help="A Kubernetes Service and Job for `kubectl apply -f -`.")
+        bool,
+        typer.Option("--k8s", help="Print a Kubernetes Service and Job for `kubectl apply -f -`."),
     ] = False
     ray: Annotated[
-        bool, typer.Option("--ray", help="A Python script for `ray job submit` or a Ray driver.")
+        bool,
+        typer.Option("--ray", help="Print a script for `ray job submit` or a Ray driver."),
     ] = False
 
 
@@ -52,18 +56,19 @@ class Nodes:
     """The nodes of the job, and the engine's options for it."""
 
     nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of nodes; default: as the mesh needs.")
+        int | None,
+        typer.Option(metavar="N", help="Number of nodes; default: as many as the mesh needs."),
     ] = None
     per_node: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Ranks of a node; default: of the mesh's `on`, else 8."),
+        typer.Option(metavar="N", help="Ranks of a node; default: from the mesh's `on`, else 8."),
     ] = None
     restarts: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=0,
-            help="Restarts when a rank has failed; default: 3, of an elastic job 100.",
+            help="Restarts after a rank has failed; default: 3, or 100 for an elastic job.",
         ),
     ] = None
     elastic: Annotated[
@@ -71,28 +76,31 @@ class Nodes:
         typer.Option(
             metavar="N",
             min=1,
-            help="Go on while so many nodes are left; for a script whose `Trainer` is `elastic`.",
+            help="Continue while this many nodes are left; for a script with an elastic `Trainer`.",
         ),
     ] = None
     time: Annotated[
-        str | None, typer.Option(metavar="H:MM:SS", help="Time limit that the engine enforces.")
+        str | None, typer.Option(metavar="H:MM:SS", help="Time limit that the launcher enforces.")
     ] = None
-    name: Annotated[str | None, typer.Option(help="Name of the job; default: the file's.")] = None
+    name: Annotated[
+        str | None, typer.Option(help="Name of the job; default: the name of the file.")
+    ] = None
     image: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Container image, for `--k8s`.")
     ] = None
     record: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Where each rank writes what `doctor` reads; all nodes have it."
+            metavar="FOLDER",
+            help="Folder for the records that `doctor` reads; all nodes must share it.",
         ),
     ] = None
-    cpu: Annotated[bool, typer.Option("--cpu", help="Nodes without accelerators.")] = False
+    cpu: Annotated[bool, typer.Option("--cpu", help="The nodes have no accelerators.")] = False
     script: Annotated[
         str | None,
         typer.Option(
             metavar="'train.py ARG..'",
-            help="Your own script and its arguments; default: `schedlang run` of the file.",
+            help="Your own script and its arguments; default: `schedlang run` with the file.",
         ),
     ] = None
 
@@ -153,11 +161,12 @@ def launch(
     common: Common,
     as_json: AsJson = False,
 ) -> None:
-    """Print the script by which an engine starts a job of this schedule; nothing is submitted.
+    """Print the script that starts a job of this schedule under a launcher; nothing is
+    submitted.
 
-    The schedule is planned for the ranks of the job first, so what it refuses is refused here and
-    not in the queue.  Ranks of a node follow each other, so the last axes of the mesh lie within
-    nodes; a comment says where each axis lies.
+    First the schedule is planned for the ranks of the job, so errors appear here and not in the
+    queue.  The ranks of a node are consecutive, so the last axes of the mesh are inside nodes.  A
+    comment in the script gives the place of each axis.
     """
     named = [each for each, chosen in vars(engine).items() if chosen]
     if len(named) > 1:

@@ -15,7 +15,7 @@ def lsp(
         bool, typer.Option("--model/--no-model", help="Import model files, for paths and shapes.")
     ] = True,
 ) -> None:
-    """Serve editors over standard input and output: diagnostics, completion, hover, formatting."""
+    """Run the language server on stdin and stdout: diagnostics, completion, hover, formatting."""
     from importlib.metadata import version
 
     from schedlang.diagnostics.diagnostic import Refusal

@@ -42,36 +42,43 @@ class Search:
         ),
     ] = None
     rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="Rows of a step, in place of tokens.")
+        int | None, typer.Option("--rows", min=1, help="Rows of a step, instead of tokens.")
     ] = None
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", help="Compute in bf16 or fp16 beside masters in 32 bits; none: as the model."
+            "--dtype",
+            help="Compute in bf16 or fp16 with 32-bit master weights; none: the model's dtype.",
         ),
     ] = "bf16"
     pin: Annotated[
         list[str] | None,
-        typer.Option("--pin", metavar="NAME=V,..", help="Only these values; may be repeated."),
+        typer.Option(
+            "--pin", metavar="NAME=V,..", help="Allow only these values; may be repeated."
+        ),
     ] = None
     forbid: Annotated[
         list[str] | None,
-        typer.Option("--forbid", metavar="NAME=V,..", help="Not these values; may be repeated."),
+        typer.Option(
+            "--forbid", metavar="NAME=V,..", help="Exclude these values; may be repeated."
+        ),
     ] = None
     least: Annotated[
         list[str] | None,
-        typer.Option("--least", metavar="NAME=N", help="So many at least; may be repeated."),
+        typer.Option("--least", metavar="NAME=N", help="Minimum value; may be repeated."),
     ] = None
     why: Annotated[
         list[str] | None,
-        typer.Option("--why", metavar="NAME=V", help="Price this beside the best; repeatable."),
+        typer.Option(
+            "--why", metavar="NAME=V", help="Compare this setting with the best; may be repeated."
+        ),
     ] = None
     planner: Annotated[
         str | None,
         typer.Option(
             "--planner",
             metavar="NAME",
-            help="As one of the literature would: pipedream, alpa, ptd-p, ..; `list` tells all.",
+            help="Plan as a published method: pipedream, alpa, ptd-p, ..; `list` shows all.",
         ),
     ] = None
     out: Annotated[

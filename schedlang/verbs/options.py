@@ -71,7 +71,7 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.001,
-        help="Stop after so many seconds, with exit code 3.",
+        help="Stop after this many seconds, with exit code 3.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")]
@@ -87,7 +87,9 @@ Knobs = Annotated[
 ]
 MeshSizes = Annotated[
     str | None,
-    typer.Option("--mesh", metavar="AXIS=N,...", help="Set sizes of axes, and their knobs."),
+    typer.Option(
+        "--mesh", metavar="AXIS=N,...", help="Set axis sizes, and the knobs that define them."
+    ),
 ]
 
 

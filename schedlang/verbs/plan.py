@@ -32,12 +32,10 @@ Cost = Annotated[
 class OutputFiles:
     """Output files: pictures, and the plan itself; None: not requested."""
 
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Draw it into this file, as a page.")
-    ] = None
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw a picture into this file.")] = None
+    html: Annotated[Path | None, typer.Option("--html", help="Draw a page into this file.")] = None
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
+        Path | None, typer.Option("--trace", help="Write the timeline for Perfetto or Chrome.")
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", help="Save the plan, for `run --plan` and `diff`.")
@@ -68,7 +66,7 @@ class TransferOptions:
         ),
     ] = None
     apart: Annotated[
-        bool, typer.Option("--apart", help="The other layout is on further ranks of the job.")
+        bool, typer.Option("--apart", help="The other layout is on other ranks of the job.")
     ] = False
 
 
@@ -80,12 +78,14 @@ class RankOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Only show what this rank would build: modules, parts, groups, slices of files.",
+            help="Only show what this rank would build: modules, shards, groups, slices of files.",
         ),
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Files of safetensors that it would read; only their heads are read."),
+        typer.Option(
+            help="Safetensors files that the rank would read. Only their headers are read."
+        ),
     ] = None
 
 
@@ -97,19 +97,22 @@ def plan(
     cost: Cost = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of a step, each as the first of the model file's batch."),
+        typer.Option(
+            min=1,
+            help="Rows of a step, all with the shape of the first row of the model file's batch.",
+        ),
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Print one line for each module.")] = False,
     written: OutputFiles,
     locks: Locks,
     moved: TransferOptions,
     alone: RankOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a schedule does to its model and what that costs, without running anything.
+    """Show what a schedule does to its model and what this costs, without running anything.
 
-    Bytes per rank by class at the peak of a step, collectives of one step, and the timeline at
-    unit cost.  Exit 1 where an `expect` does not hold.
+    It prints bytes per rank by class at the peak of a step, the collectives of one step, and the
+    timeline at unit cost.  Exit 1 if an `expect` does not hold.
     """
     from schedlang.diagnostics.tables import message_columns, terminal_columns
     from schedlang.verbs.costs import check_expectations, simulate_step

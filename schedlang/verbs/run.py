@@ -25,7 +25,7 @@ Run = Annotated[
     typer.Option(
         "--timeline",
         metavar="OUT.svg|html|json",
-        help="Draw the pipeline as it ran under the plan; json is for Perfetto or Chrome.",
+        help="Draw the planned and the measured pipeline; json is for Perfetto or Chrome.",
     ),
 ]
 WATCHED = 5  # last steps of a run, whose operations are timed; the median one is drawn
@@ -58,8 +58,7 @@ def run(
 ) -> None:
     """Train a few steps under a schedule on the model file's batches; report speed and memory.
 
-    Starts local ranks, or joins the job under torchrun.  Tokens are those of a whole batch, padding
-    included.
+    Starts local ranks, or joins the job under torchrun.  Tokens count the full batch, with padding.
     """
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.diagnostics.job_refusals import is_in_job, print_once

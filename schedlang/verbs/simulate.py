@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from schedlang.pipeline.timeline.simulation import Timing
 
 Width = Annotated[
-    int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
+    int | None, typer.Option(help="Columns of the bars; default: the terminal's width, or 100.")
 ]
 File = Annotated[Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")]
 Costs = Annotated[
     str | None,
     typer.Option(
         metavar="F=1,I=1,W=1,comm=0",
-        help="Times of one microbatch on one rank's whole share of the model; a chunk takes 1/v of "
-        "them. I and W are the halves of a backward (or B=); comm is a transfer. Without it a "
-        "schedule's costs are estimated.",
+        help="Times of one microbatch on one rank's full part of the model; a chunk takes "
+        "1/v of them. I and W are the two halves of a backward (or B=); comm is a "
+        "transfer. Without this option the costs of a schedule are estimated.",
     ),
 ]
 
@@ -40,22 +40,27 @@ class OrderOptions:
 
     order: Annotated[
         str | None,
-        typer.Option(help="A name (1F1B, ZB-H1, ..), a table `mine.csv`, or `search`; 1F1B."),
+        typer.Option(
+            help="A name (1F1B, ZB-H1, ..), a table `mine.csv`, or `search`; default: 1F1B."
+        ),
     ] = None
     stages: Annotated[
-        int | None, typer.Option("--stages", "--ranks", help="Pipeline ranks, the p of papers; 4.")
+        int | None,
+        typer.Option("--stages", "--ranks", help="Pipeline ranks, p in papers; default: 4."),
     ] = None
-    micro: Annotated[int | None, typer.Option(help="Microbatches; 8.")] = None
+    micro: Annotated[int | None, typer.Option(help="Microbatches; default: 8.")] = None
     chunks: Annotated[
-        int | None, typer.Option(help="Stages on each rank, where the order leaves it open.")
+        int | None, typer.Option(help="Stages on each rank, if the order does not fix them.")
     ] = None
-    slices: Annotated[int | None, typer.Option(help="Slices of each sequence; 1.")] = None
+    slices: Annotated[int | None, typer.Option(help="Slices of each sequence; default: 1.")] = None
     memory: Annotated[
         float | None,
-        typer.Option(help="Activations a rank may hold, in microbatches of one rank's share."),
+        typer.Option(
+            help="Activations that a rank may hold, in microbatches of its part of the model."
+        ),
     ] = None
     every: Annotated[
-        int | None, typer.Option(help="Microbatches of an update, for orders with stale weights.")
+        int | None, typer.Option(help="Microbatches per update, for orders with stale weights.")
     ] = None
 
 
@@ -63,12 +68,10 @@ class OrderOptions:
 class Speeds:
     """The speeds of ranks and links."""
 
-    tflops: Annotated[float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")] = (
-        100.0
+    tflops: Annotated[float, typer.Option(help="TFLOP/s of a rank, for estimated costs.")] = 100.0
+    bandwidth: Annotated[float, typer.Option(help="GB/s between ranks, for estimated costs.")] = (
+        50.0
     )
-    bandwidth: Annotated[
-        float, typer.Option(help="GB/s between ranks, where costs are estimated.")
-    ] = 50.0
 
     def machine(self) -> RankRates:
         """Return the speeds in FLOP/s and bytes/s; refuses S109."""
@@ -83,16 +86,16 @@ class Speeds:
 class Pictures:
     """The pictures to write, by file; None: not requested."""
 
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw a picture into this file.")] = None
     html: Annotated[
-        Path | None, typer.Option("--html", help="As a page on which all orders can be chosen.")
+        Path | None, typer.Option("--html", help="Write a page on which you can choose any order.")
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
+        typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is compressed."),
     ] = None
     transfers: Annotated[
-        bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")
+        bool, typer.Option("--transfers", help="Also draw the transfers (SVG).")
     ] = False
 
     def write(
@@ -130,10 +133,11 @@ def simulate(
     width: Width = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a pipeline's timeline: rank span, makespan, bubbles, activations, messages; draw it.
+    """Simulate a pipeline: rank span, makespan, bubbles, activations, messages; draw its
+    timeline.
 
-    A schedule's order, ranks, microbatches and chunks are those of its plan.  `--cost` counts
-    milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
+    For a schedule, the order, ranks, microbatches and chunks come from its plan.  `--cost` is in
+    milliseconds if the schedule has an `expect` for `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.diagnostics.tables import terminal_columns
     from schedlang.passes.simulate.machine import cluster_of

@@ -19,7 +19,7 @@ def tree(
     model: Model = None,
     each: Annotated[bool, typer.Option("--each", help="Show repeated blocks one by one.")] = False,
     depth: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Show only so many levels of modules.")
+        int | None, typer.Option(metavar="N", min=0, help="Show only this many levels of modules.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

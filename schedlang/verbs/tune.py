@@ -40,20 +40,20 @@ class Machine:
         typer.Option(
             "--on",
             metavar="NAME",
-            help="v100, a100, h100, h200, b200, mi300x or a file; else the schedule's `on`.",
+            help="v100, a100, h100, h200, b200, mi300x or a file; default: the schedule's `on`.",
         ),
     ] = None
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="80GiB", help="Memory of a rank.")
     ] = None
     tflops: Annotated[
-        float | None, typer.Option("--tflops", help="TFLOP/s of a rank, in 16 bits.")
+        float | None, typer.Option("--tflops", help="TFLOP/s of a rank with 16-bit numbers.")
     ] = None
     bandwidth: Annotated[
-        float | None, typer.Option("--bandwidth", help="GB/s of a rank to others in its node.")
+        float | None, typer.Option("--bandwidth", help="GB/s of a rank to ranks of its node.")
     ] = None
     network: Annotated[
-        float | None, typer.Option("--network", help="GB/s of a rank to other nodes.")
+        float | None, typer.Option("--network", help="GB/s of a rank to ranks of other nodes.")
     ] = None
     node: Annotated[int | None, typer.Option("--node", help="Ranks in a node.")] = None
 
@@ -64,12 +64,16 @@ class TuningOptions:
 
     values: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="NAME=V,V,..", help="Values of a knob; may be repeated."),
+        typer.Option(
+            "--try", metavar="NAME=V,V,..", help="Values of a knob to try; may be repeated."
+        ),
     ] = None
     top: Annotated[int, typer.Option("--top", help="Number of rows of the table.")] = 10
     layouts: Annotated[
         bool,
-        typer.Option("--layouts", help="Split every operator by itself; a schedule's rows stay."),
+        typer.Option(
+            "--layouts", help="Choose a split for each operator; rows of a schedule stay."
+        ),
     ] = False
 
 
@@ -87,14 +91,15 @@ def tune(
     knob: Knobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the schedule that trains a model fastest, or rank the settings of a schedule's knobs.
+    """Find the fastest schedule for a model, or rank the settings of a schedule's knobs.
 
     `schedlang tune model.py --gpus 64 --on h100 --batch 4M -o best.sched`
 
-    For a model file (`model.py`) all ways to lay it on the ranks are searched, and the best one is
-    written with its predicted time and memory and what was rejected.  A schedule with lines of
-    `search` binds such a search.  Of another schedule every setting of its knobs is priced.  What
-    needs more than `--memory` is left out.  Exit 1 where nothing fits.
+    For a model file (`model.py`) it searches all layouts on the ranks.  It writes the best one with
+    its predicted time and memory, and lists what was rejected.  If the schedule has lines of
+    `search`, they constrain this search.  For any other schedule it predicts the time of each
+    setting of the knobs.  Settings that need more than `--memory` are left out.  Exit 1 if nothing
+    fits.
     """
     from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.limits import Limits

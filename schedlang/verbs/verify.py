@@ -34,15 +34,16 @@ class ForeignProgram:
     against: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="PROGRAM.py", help="Judge this program, written elsewhere."
+            "--against", metavar="PROGRAM.py", help="Check this program, written without schedlang."
         ),
     ] = None
     ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="With --against: how many ranks it runs on.")
+        int | None,
+        typer.Option(metavar="N", help="With --against: number of ranks of the program."),
     ] = None
     as_given: Annotated[
         bool,
-        typer.Option("--as-given", help="With --against: only the batches of the model file."),
+        typer.Option("--as-given", help="With --against: use only the batches of the model file."),
     ] = False
 
 
@@ -50,7 +51,9 @@ class ForeignProgram:
 def verify(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A schedule; with --against the original's file.", metavar="FILE"),
+        typer.Argument(
+            help="A schedule; with --against: the original's model file.", metavar="FILE"
+        ),
     ] = None,
     *,
     common: Common,
@@ -58,7 +61,7 @@ def verify(
     seed: Seed = 0,
     only: Annotated[
         str | None,
-        typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17."),
+        typer.Option(metavar="LINES", help="Check only the rows on these lines: 11,14-17."),
     ] = None,
     dtype: WorkingDtype = None,
     locked: Annotated[
@@ -76,14 +79,16 @@ def verify(
     ] = None,
     timeout: Timeout = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say what each gap of the proof could hide.")
+        bool,
+        typer.Option("--verbose", "-v", help="Say which errors each gap of the proof could hide."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule, or a program of yours, computes what the model computes, on a CPU.
 
-    Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
-    steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
+    It compares outputs, loss, every gradient, the gradient norm, parameters and optimizer state
+    after three steps of two optimizers, buffers, ties and a saved state, in float64 with dropout
+    on.
     """
     # numpy's library starts threads on import; with threads the ranks' server cannot be forked from
     # here, and would import everything again

@@ -21,16 +21,21 @@ def why(
     collective: Annotated[
         int | None,
         typer.Option(
-            "--collective", metavar="N", help="Explain one of `--collectives`, by its number."
+            "--collective",
+            metavar="N",
+            help="Explain the collective with this number of `--collectives`.",
         ),
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="List all that ranks send in a step, numbered.")
+        bool,
+        typer.Option(
+            "--collectives", help="List everything that ranks send in a step, with numbers."
+        ),
     ] = False,
     common: Common,
     as_json: AsJson = False,
 ) -> None:
-    """Say which rows act on a module or a parameter, or why ranks send something to each other."""
+    """Show which rows act on a module or parameter, or why ranks send something to each other."""
     from schedlang.verbs.inputs import account_costs, plan_schedule
     from schedlang.viz.why import explain_collective, list_collectives
     from schedlang.viz.why import explain_rows as rows

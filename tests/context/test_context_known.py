@@ -275,4 +275,4 @@ def test_a_bias_of_activations() -> None:
     said = error.value.render()
     line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "+ self.far(x)" in one)
     assert "S661" in said and f"at test_context_known.py:{line}" in said, said
-    assert "= help: make it from positions and from integers of the batch alone" in said, said
+    assert "= help: compute it only from positions and integers of the batch" in said, said

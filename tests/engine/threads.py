@@ -209,7 +209,7 @@ class _Run:
             if event or switches != self.baton.switches or cpu >= _SLEEPING * hang_after:
                 moved, spent, switches = now, time.process_time(), self.baton.switches
             elif now - moved > hang_after:
-                raise Hang(f"no rank got on for {hang_after:g} s", self._stacks())
+                raise Hang(f"no rank made progress for {hang_after:g} s", self._stacks())
         while not self._events.empty():
             if (event := self._events.get()) is not None and on_progress is not None:
                 on_progress(*event)

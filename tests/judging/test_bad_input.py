@@ -139,7 +139,7 @@ REFUSED = {
     "a name that is none": (
         RIGHT.replace("))\n", "), names={'weight': 'wieght'})\n"),
         "S767",
-        "which the original has not",
+        "which the original does not have",
     ),
     "an optimizer that is none": (
         RIGHT.replace("))\n", "), optimizer=lambda named: None)\n"),
@@ -186,7 +186,7 @@ REFUSED = {
     "a process group of its own": (
         "    dist.init_process_group('gloo')\n" + RIGHT,
         "S762",
-        "the process group is there: `if not dist.is_initialized()",
+        "make it only `if not dist.is_initialized()",
     ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
@@ -375,7 +375,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--against", "nowhere.py"), "[S904]: there is no file `nowhere.py`"),
         (("--against", "other.py"), "did you mean `programme`?"),
         (("--against", "broken.py"), "[S905]: importing"),
-        (("--against", "unsaid.py"), "[S767]: nobody says how many ranks"),
+        (("--against", "unsaid.py"), "[S767]: the number of ranks is not given"),
         (("--against", "program.py", "--ranks", "0"), "[S767]: `0` ranks"),
         (("--against", "program.py", "--ranks", "64"), "[S702]"),
         (("--against", "program.py", "--mesh", "dp=2"), "`--mesh` is about a schedule"),

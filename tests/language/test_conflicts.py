@@ -203,7 +203,7 @@ def test_enough_pairs_are_tried() -> None:
 def test_explain_shows_the_table() -> None:
     """As text a row for each verb and what the signs mean, for machines the words: the same."""
     shown = CliRunner().invoke(app, ["explain", "--conflicts"]).stdout
-    assert "refused, turn them round" in shown
+    assert "refused, swap the two rows" in shown
     told = json.loads(CliRunner().invoke(app, ["explain", "--conflicts", "--json"]).stdout)
     assert told["offload"]["checkpoint"] == "clash" and told["checkpoint"]["offload"] == "order"
     assert list(told) == NAMES and all(list(row) == NAMES for row in told.values())

@@ -280,7 +280,7 @@ def test_a_call_is_mended_whole() -> None:
     both = told("offload(params, optimizer, to=nvme)")
     assert both[0].helps == (
         "write `offload(parameters, to=disk)`",
-        "and a row of its own, below: `offload(optimizer, to=cpu)`",
+        "and a separate row below: `offload(optimizer, to=cpu)`",
     )
 
 

@@ -173,7 +173,7 @@ error[S002]: this `{` is never closed
 20 |   verify(forward, backward)
    |                            - end of the file; expected `}`
    |
-   = help: close it with `}` on a line of its own"""
+   = help: close it with `}` on its own line"""
     )
 
 

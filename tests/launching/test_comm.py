@@ -243,7 +243,7 @@ def test_a_device_that_the_world_does_not_serve_is_refused(monkeypatch: pytest.M
     assert RankGroups(mesh, cuda).rank == 1
     monkeypatch.setattr(comm, "current_world", lambda: comm.World(1, 2, {"cpu": "gloo"}))
     assert RankGroups(mesh).rank == 1
-    with pytest.raises(Refusal, match="this job's world sends nothing") as refused:
+    with pytest.raises(Refusal, match="process group does not serve") as refused:
         RankGroups(mesh, cuda)
     assert refused.value.diagnostic.code == "S607"
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)

@@ -60,7 +60,7 @@ def _watched(rank: RankProcess, ready: Callable[[], bool]) -> None:
 def test_what_sleeps_is_a_hang(start: Start) -> None:
     """The error says where it stands."""
     rank = start("def stuck():\n  import time; time.sleep(60)\nprint(flush=True)\nstuck()")
-    with pytest.raises(Hang, match="no rank got on for 1 s") as info:
+    with pytest.raises(Hang, match="no rank made progress for 1 s") as info:
         _watched(rank, lambda: False)
     assert "in stuck" in info.value.stacks[0]
 

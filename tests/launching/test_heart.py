@@ -77,7 +77,7 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     done = _torchrun(tmp_path / "train.py")
     assert done.returncode, done.stderr
     assert done.stdout.count("made step 1") == 2 and "made step 2" not in done.stdout
-    assert done.stderr.count("no rank got on for 4 s") == 1, done.stderr
+    assert done.stderr.count("no rank made progress for 4 s") == 1, done.stderr
     first, _, second = done.stderr.partition("rank 1:\n")
     assert "rank 0:\n" in first and "distributed_c10d.py" in first
     assert "in never_comes_back" in second.splitlines()[0], done.stderr
@@ -153,7 +153,7 @@ def test_run_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "net.sched").write_text(SCHEDULE)
     done = _torchrun("-m", "schedlang", "run", tmp_path / "net.sched", "--steps", 1000)
-    assert done.returncode and done.stderr.count("no rank got on for 4 s") == 1, done.stderr
+    assert done.returncode and done.stderr.count("no rank made progress for 4 s") == 1, done.stderr
     assert "model.py" in done.stderr.partition("rank 1:\n")[2].splitlines()[0], done.stderr
 
 
@@ -183,7 +183,9 @@ def test_who_asks_first_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         one.check()
     assert len(ends) == 2 and [text is not None for text in ends].count(True) == 2
     told, again = ends  # here one thread plays both: the first could not speak, so the other did
-    assert told == again and told.startswith("no rank got on for 0.05 s\nrank 0:\n  no answer")
+    assert told == again and told.startswith(
+        "no rank made progress for 0.05 s\nrank 0:\n  no answer"
+    )
     assert "test_heart.py" in told.partition("rank 1:\n")[2]
 
 

@@ -232,7 +232,7 @@ def test_a_module_that_is_called_with_other_weights() -> None:
     """Its recomputation would take its own: refused; around what makes them it is equal."""
     batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
     model = models.Stack((Fast() for _ in range(2)), "fast").double()
-    with pytest.raises(Refusal, match="recomputing `fast.0.layer` would take its own weights"):
+    with pytest.raises(Refusal, match="recomputing `fast.0.layer` would use its own weights"):
         prepare(planned(model, "fast.*.layer  checkpoint()"), batch)
     with Threads() as ranks:
         proven(ranks, planned(model, "fast.*  checkpoint()"), (batch,))

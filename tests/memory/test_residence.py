@@ -403,7 +403,7 @@ def test_without_an_optimizer_gradients_come_back() -> None:
         assert mine is not None and torch.equal(mine, parameter.grad)
     with pytest.raises(Refusal, match="S617") as caught:
         _ = program.module
-    assert "leave the device at once: a loop of your own has none" in caught.value.render()
+    assert "leave the device at once: your own loop would find none" in caught.value.render()
 
 
 # -- files -----------------------------------------------------------------------------------------

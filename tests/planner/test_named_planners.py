@@ -143,7 +143,7 @@ def test_planners_whose_papers_take_ranks_to_be_alike_are_refused() -> None:
     job = Job(2, 8, two, orders=("1F1B",))
     *_, found = search(SMALL, job)
     assert found.best is not None and found.best.setting.placement.offload == "none"
-    with pytest.raises(Refusal, match="takes all ranks to be alike"):
+    with pytest.raises(Refusal, match="assumes equal ranks"):
         plan_with("alpa", SMALL, job, found)
 
 

@@ -98,5 +98,5 @@ def test_a_part_that_is_written_into() -> None:
     it was: refused, and so is nothing that only reads it."""
     rows = "layers.*.up  shard(col, over=tp)\nlayers.*.down  shard(row, over=tp)"
     propagate(planned(Gates(False), rows, "tp=2"), BATCH)
-    with pytest.raises(Refusal, match=r"S405(.|\n)*`x` is written into"):
+    with pytest.raises(Refusal, match=r"S405(.|\n)*`x` is changed in place"):
         propagate(planned(Gates(True), rows, "tp=2"), BATCH)

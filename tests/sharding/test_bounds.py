@@ -104,7 +104,7 @@ def test_what_it_says(pool: Pool) -> None:
     assert "each rank has a part of the embedding's rows" in words
     words = pool.run(said, 2, batch(labels=-1))[0]
     assert "the label -1 is outside of 0 to 29" in words
-    assert "give -100 (`ignore_index`) to what has no label" in words
+    assert "give -100 (`ignore_index`) to tokens without a label" in words
 
 
 class Bag(nn.Module):

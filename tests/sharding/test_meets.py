@@ -126,7 +126,7 @@ INTO, OUT_OF = "shard(input=R, output=S(seq), over=tp)", "shard(input=S(seq), ou
 def test_a_parameter_of_parts_and_of_the_whole_is_refused(rows: str, name: str) -> None:
     """One of its gradients is a part on each rank, the other whole: no sum is right for both."""
     said = refused(_Again(), rows, "tp=2", batch=_IDS)
-    assert "S405" in said and f"`{name}` is used twice" in said, said
+    assert "S405" in said and f"`{name}` is used with full activations" in said, said
 
 
 def test_a_build_proves_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -532,5 +532,5 @@ def test_a_path_is_a_path(sch: Schedule, path: Any) -> None:
         lambda: program.save(path),
         lambda: program.export(path, Net()),
     ):
-        assert "state lies at a path" in said(call)
+        assert "the place of saved state must be a path" in said(call)
     assert "a state dict is a dict" in said(lambda: program.load_state_dict(path))

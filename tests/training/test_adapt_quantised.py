@@ -383,7 +383,7 @@ def test_a_model_without_values(threads: Threads, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rows, mesh, words",
     [
-        (lora("int8", ", block=16") + SPLIT, "tp=2", "would lie on two ranks"),
+        (lora("int8", ", block=16") + SPLIT, "tp=2", "would be on two ranks"),
         (lora("int8") + SPLIT, "tp=2", "`block=8`"),
         (lora("int8", ', keep="*.weight"'), "", "would train"),
         (
@@ -421,5 +421,5 @@ def test_a_compiled_region_runs_eagerly_and_says_so() -> None:
         program = build(plan, BATCHES[0], optimizer=adamw)
         losses.append([float(program.train_step(batch)) for batch in BATCHES])
         said = [str(one) for one in declined_in(program.assembly.module)]
-        assert bool(said) == bool(rows) and all("lies in codes" in one for one in said)
+        assert bool(said) == bool(rows) and all("is quantised" in one for one in said)
     assert losses[0] == losses[1]

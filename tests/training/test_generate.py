@@ -398,13 +398,13 @@ def _trained(plan: Plan, ready: Any, batch: Any) -> tuple[Tensor, Any, list[list
     ("model", "text", "options", "said"),
     [
         (of("bert"), "mesh(dp=1)\n", {}, "`BertForMaskedLM` has no `generate`"),
-        (of("llama"), "mesh(dp=1)\n", {"max_time": 3.0}, "`max_time` is not followed"),
+        (of("llama"), "mesh(dp=1)\n", {"max_time": 3.0}, "`max_time` is not supported"),
         (of("llama"), "mesh(dp=1)\n", {"num_beams": 2}, "moves their rows"),
         (
             of("llama"),
             "mesh(dp=1)\n",
             {"cache_implementation": "static"},
-            "`StaticCache` is not followed",
+            "`StaticCache` is not supported",
         ),
         (mamba, "mesh(dp=1)\n", {}, "more than keys and values"),
         (rwkv, "mesh(dp=1)\n", {}, "more than keys and values"),

@@ -390,7 +390,7 @@ def test_a_region_that_draws_both_ways_says_that_it_runs_eagerly(pool: Pool) -> 
     plan = planned(Fused(0.3), FUSED + SPLIT, "tp=2")
     bare = planned(Fused(0.3), SPLIT, "tp=2")
     (made, left, losses), _ = pool.run(_fused, 2, plan)
-    assert made == 0 and "some masks alike on all ranks, and some apart" in left[0]
+    assert made == 0 and "some masks equal on all ranks, and others different" in left[0]
     assert losses == pool.run(_fused, 2, bare)[0][2]
 
 

@@ -85,7 +85,7 @@ def test_no_label_counts(rows: tuple[str, str], place: int) -> None:
 @pytest.mark.parametrize(
     "how, words",
     [
-        ("logarithm", "first met in what goes into `head`"),
+        ("logarithm", "arises first in the input of `head`"),
         ("root of nothing", "the gradient of `body.weight`, `body.bias` is not finite"),
     ],
 )

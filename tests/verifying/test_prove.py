@@ -141,7 +141,7 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = functools.partialmethod(Pool.run, hang_after=3.0)
     monkeypatch.setattr(Pool, "run", impatient)
     done = _verify(tmp_path, "time.sleep(600)")
-    assert done.exit_code == 3 and "no rank got on for 3 s" in done.stderr
+    assert done.exit_code == 3 and "no rank made progress for 3 s" in done.stderr
     assert "sleep" in done.stderr or "forward" in done.stderr
 
 

@@ -68,9 +68,7 @@ def test_tipped_choices_are_counted() -> None:
     assert describe_changed_choices(right, other) == []
     other[(0, "gate", "topk", 0, 1)] += 1
     del other[(0, "gate", "topk", 0, 2)]
-    assert describe_changed_choices(right, other) == [
-        "1 of 2 choices of `topk` in `gate` fall otherwise"
-    ]
+    assert describe_changed_choices(right, other) == ["1 of 2 choices of `topk` in `gate` differ"]
 
 
 def test_what_a_batch_gives_is_in_the_dtype_asked_for(pool: Pool) -> None:

@@ -189,7 +189,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "C11", "checkpoint", SKIP, "recomputed", credit="lightning-thunder#725", dies="took another way"
+    "C11", "checkpoint", SKIP, "recomputed", credit="lightning-thunder#725", dies="ran differently"
 )
 def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
     """The mode of the forward, here that of training, is not put back for the recomputation."""

@@ -9,7 +9,7 @@ from schedlang.runtime.activation_memory.selective import SelectiveModes
 from tests.zoo.bug import ALIAS, FREEZE, SLICE, Patch, Site, bug
 
 
-@bug("C16", "checkpoint", ALIAS, "chosen", row="checkpoint(plan=pareto", dies="took another way")
+@bug("C16", "checkpoint", ALIAS, "chosen", row="checkpoint(plan=pareto", dies="ran differently")
 def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     """What a microbatch keeps of an operator is overwritten by the next one's."""
     store: dict[Any, Any] = {}

@@ -7,215 +7,273 @@ from collections.abc import Mapping
 CODES: Mapping[str, tuple[str, str]] = {
     "S601": (
         "a cut inside a loop",
-        "A stage starts at a module that the forward calls once; this one is called more often.",
+        "A stage must start at a module that the forward calls once. This module is called more\n"
+        "often.",
     ),
-    "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S602": (
+        "a cut separates tied names",
+        "The cut puts two names of one weight on two stages. `tied=replicate` keeps a copy on\n"
+        "each.",
+    ),
     "S603": (
         "a cut inside a region",
-        "What is recomputed, fused or replaced as one runs on one stage: cut before or after it.",
+        "A region that is recomputed, fused or replaced as one must run on one stage. Cut before\n"
+        "or after it.",
     ),
-    "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
-    "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
-    "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
-    "S607": ("the mesh and the job differ", "The mesh needs as many ranks as the job has."),
+    "S604": (
+        "the model rejects the batch",
+        "The model itself raised an error. Its message is shown.",
+    ),
+    "S605": ("the batch has no rows", "Dim 0 of a batch's tensors must be the samples."),
+    "S606": (
+        "too few rows",
+        "Every microbatch on every data-parallel rank needs at least one row. Use fewer\n"
+        "microbatches or ranks, or a larger batch.",
+    ),
+    "S607": ("the mesh and the job differ", "The mesh must have as many ranks as the job."),
     "S608": ("no such order of the pipeline", "The message says what the order needs."),
-    "S609": ("cuts and stages differ", "Cuts must make as many stages as the order needs."),
-    "S610": ("a hidden value crosses the cut", "A stage sends only what its modules return."),
-    "S611": ("the forward reads values", "It cannot be recorded without data."),
+    "S609": ("cuts and stages differ", "The cuts must make as many stages as the order needs."),
+    "S610": (
+        "a hidden value crosses the cut",
+        "A stage sends only values that its modules return. Here a later stage needs another\n"
+        "value.",
+    ),
+    "S611": (
+        "the forward reads values",
+        "The forward is recorded without data, so it must not read values of tensors between\n"
+        "modules.",
+    ),
     "S612": ("the model fails while it is recorded", "The model's own message is shown."),
     "S613": (
         "not a place to cut",
-        "A stage starts at a module that the forward calls outside of all others.",
+        "A stage starts at an outermost module that the forward calls, and not at the first one.\n"
+        "The message lists the possible modules.",
     ),
-    "S614": ("a stage is never reached", "The model did not call what follows the cut."),
+    "S614": (
+        "the forward calls other modules than at build",
+        "A stage expects the module calls that were recorded at build. The model left one out or\n"
+        "made one more.",
+    ),
     "S615": (
         "no loss",
-        "The model returns none: define `loss(output, batch)` in its file, or give `loss=`.",
+        "The model returns no loss. Define `loss(output, batch)` in the model file, or pass\n"
+        "`loss=`.",
     ),
-    "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
+    "S616": (
+        "not built yet",
+        "Without `batch=` a program is built at its first step. This call came before.",
+    ),
     "S617": (
-        "no module for a loop of one's own",
-        "Each rank of a pipeline holds a stage, and only a step sums gradients over ranks: use\n"
-        "`train_step`, `eval_step`. Without `optimizer=` a step leaves gradients for your loop.",
+        "no module for your own loop",
+        "Each rank of a pipeline holds only its stages, and only a step all-reduces gradients.\n"
+        "Use `train_step` and `eval_step`. Without `optimizer=` a step leaves the gradients for\n"
+        "your loop.",
     ),
     "S618": (
         "an argument of `build` has a wrong type",
         "`sch.build(batch=, loss=, optimizer=, clip=, ...)`.",
     ),
     "S619": (
-        "a different batch than at build",
-        "Build with a batch that has all keys of training.",
+        "a batch with other keys than at build",
+        "Build with a batch that has all keys that training uses.",
     ),
-    "S621": ("the weight of a part of the batch is not known", "Define `weight(batch)`."),
+    "S621": (
+        "the weight of a part of the batch is not known",
+        "The losses of microbatches and data-parallel ranks are averaged by weight. Define\n"
+        "`weight(batch)`: for example the number of rows or tokens that the loss counts.",
+    ),
     "S622": (
         "an optimizer that needs all tensors at once",
-        "A step gathers one full parameter at a time, and calls no closure. In a loop of your own\n"
-        "nothing is gathered: give `optimizer=` and `clip=` to `build`.",
+        "A step gathers one full parameter at a time and calls no closure. In your own loop\n"
+        "nothing is gathered: pass `optimizer=` and `clip=` to `build`.",
     ),
     "S623": (
         "a model without values",
-        "It is on the meta device: `plan` and `diff` work; a program takes its values from what\n"
-        "`deferred_init` has recorded, or from files: `build(weights=path)`.",
+        "The model is on the meta device. `plan` and `diff` work without values. A program takes\n"
+        "its values from what `deferred_init` recorded, or from files: `build(weights=path)`.",
     ),
     "S624": (
         "state that cannot be saved",
-        "Parameters and buffers are saved; extra state of modules is not.",
+        "schedlang saves parameters and buffers, but not the extra state of modules.",
     ),
     "S625": (
         "weights are updated inside the step",
-        "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
-        "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+        "Orders with stale weights (such as PipeDream) update each stage separately, several\n"
+        "times in a step. So there is no gradient norm over all stages to clip by, and stages\n"
+        "cannot share a weight.",
     ),
     "S626": (
         "an initialisation that cannot be recorded",
-        "`deferred_init` notes torch's operators, and draws of torch's own generator.",
+        "`deferred_init` records torch operators and random draws from torch's default generator.",
     ),
     "S627": (
-        "generation that a program does not follow",
-        "`program.generate` runs transformers' own loop on every rank; keys and values stay where\n"
-        "they are made, so that their rows are not moved, as beams do.",
+        "generation that a program does not support",
+        "`program.generate` runs transformers' own loop on every rank. The key-value cache stays\n"
+        "on the rank that computed it, so its rows cannot be reordered, as beam search does.",
     ),
-    "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
+    "S631": ("a checkpoint cannot be written", "Nothing was changed. The message gives the cause."),
     "S632": (
-        "not a place for a checkpoint",
-        "Checkpoints are added to a folder of checkpoints or to an empty one; `export` replaces\n"
-        "what it has written, or fills an empty folder.",
+        "not a folder for a checkpoint",
+        "`save` needs a folder of checkpoints or an empty folder. `export` needs an empty folder,\n"
+        "or one that `export` has written.",
     ),
     "S633": (
         "no readable checkpoint",
-        "It is missing, damaged, incomplete, or not what `program.save` writes: checksums, sizes\n"
-        "and kinds are looked at before anything is changed. The message names file and tensor.\n"
-        "Or a rank has no memory for what it reads: the message says so, and how much it takes.",
+        "The folder is missing, damaged or incomplete, or `program.save` did not write it.\n"
+        "Checksums, sizes and dtypes are checked before anything is changed. The message names\n"
+        "the file and the tensor. If a rank has too little memory to read the checkpoint, the\n"
+        "message gives the bytes that it needs.",
     ),
-    "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
+    "S634": (
+        "names are missing or unknown",
+        "A checkpoint fits only the model from which it was saved.",
+    ),
     "S635": (
         "a different shape or dtype",
-        "Placements may differ, shapes of full tensors may not.",
+        "Placements may differ from those of the checkpoint. Shapes of full tensors and dtypes\n"
+        "must be the same.",
     ),
     "S636": (
         "a different optimizer",
-        "It must be of the same class and train the same parameters.",
+        "The optimizer must be of the same class and train the same parameters.",
     ),
-    "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
+    "S637": (
+        "state that no checkpoint can hold",
+        "A checkpoint holds tensors, and plain numbers and strings that are equal on all ranks.",
+    ),
     "S638": (
         "two jobs save into one folder",
-        "One job at a time: the message names the other one. A job that has ended holds nothing.",
+        "Only one job at a time may save into a folder. The message names the other job. A job\n"
+        "that has ended does not block the folder.",
     ),
     "S639": (
         "no adapters to write",
-        "Rows `adapt` bring them; a folder of PEFT has adapters of one kind.",
+        "Adapters come from `adapt` rows. A PEFT folder holds adapters of one kind.",
     ),
     "S641": (
         "a state dict of another model",
-        "Nothing was changed; the message lists names and shapes.",
+        "Nothing was changed. The message lists the names and shapes that differ.",
     ),
     "S642": (
-        "not an end of a transfer",
-        "Programs, modules and state dicts of dense tensors are; a rank that has no part of one\n"
-        "passes None for it, and all ranks of the job call `transfer` alike.",
+        "not a source or target of a transfer",
+        "A source or target is a program, a module, or a state dict of dense tensors. A rank that\n"
+        "has no part of it passes None. All ranks of the job must call `transfer` in the same\n"
+        "way.",
     ),
     "S643": (
-        "no weights to take",
-        "Files of safetensors have the model's names, shapes and kinds of numbers, or those that\n"
+        "no weights to load",
+        "Files of safetensors must have the names, shapes and dtypes of the model, or those that\n"
         "transformers converts to the model's.",
     ),
     "S650": (
         "ranks would build different programs",
-        "All ranks of a job compare what they build from: versions, mesh, model, rows,\n"
-        "options, initial weights, the optimizer's settings; not with `compare='nothing'`.",
+        "At build all ranks compare their versions, mesh, model, rows, options, initial weights\n"
+        "and optimizer settings. With `compare='nothing'` they compare nothing.",
     ),
     "S651": (
         "a rank has not called `build`",
-        "All ranks build together.  `build(wait=300)` gives them longer.  Or the store in which\n"
-        "they meet does not answer: the node of the first rank is cut off, or has ended.",
+        "All ranks must call `build`. `build(wait=300)` waits longer. If the store of the job\n"
+        "does not answer, the node of rank 0 is unreachable or has ended.",
     ),
     "S652": (
         "ranks were given different batches",
-        "The first step compares them, and with `compare='batches'` each step, and the\n"
-        "optimizer's settings; with `compare='nothing'` none does.",
+        "Ranks compare their batches in the first step. With `compare='batches'` they compare\n"
+        "batches and optimizer settings in every step, and with `compare='nothing'` in none.",
     ),
     "S653": (
-        "a number outside of a table that is split",
-        "Words and labels are counted from 0; a loss leaves out those that are its\n"
-        "`ignore_index`. The model alone raises IndexError.",
+        "an index outside of a sharded table",
+        "Token ids and labels count from 0. A loss ignores labels that equal its `ignore_index`.\n"
+        "The original model raises IndexError.",
     ),
     "S655": (
         "a model that cannot be split into slices",
-        "Slices need a causal model whose tokens meet in attention only: by a cache of\n"
-        "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
+        "Slices need a causal model. Its tokens may interact only in attention, through a cache\n"
+        "of transformers or `scaled_dot_product_attention(.., is_causal=True)`.",
     ),
     "S656": ("no sequences", "Slices split dim 1 of the batch's tensors."),
-    "S657": ("padding before a slice", "Pad on the right, or do not slice sequences."),
-    "S658": ("packed rows in slices", "One document per row, or sequences that are not sliced."),
+    "S657": ("padding before a slice", "Pad on the right, or leave out `slices`."),
+    "S658": ("packed rows in slices", "Put one document into each row, or leave out `slices`."),
     "S659": (
         "a model that cannot be split by tokens",
-        "Only the attentions that rows select exchange tokens with other ranks; the message names\n"
+        "Only the attentions that rows select exchange tokens with other ranks. The message names\n"
         "the first module that computes a token differently than in the full sequence.",
     ),
     "S660": (
         "an attention that no row selects",
-        "Where sequences are split, all attentions of a model need the keys of the same ranks.",
+        "If sequences are split, every attention of the model needs the keys of the same ranks.\n"
+        "Select all of them, over the same axes.",
     ),
     "S661": (
         "an attention that cannot be split by tokens",
-        "Its mask must follow from positions, documents and padding, and what is added to its\n"
-        "scores from positions and from integers of the batch.",
+        "The mask must follow from positions, documents and padding. Terms that are added to the\n"
+        "scores must follow from positions and from integers of the batch.",
     ),
-    "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S662": (
+        "sequences are split twice",
+        "Split sequences over ranks, or into slices that run one after the other, not both.",
+    ),
     "S663": (
         "modules that not every rank calls",
-        "ZeRO gathers a module, and sums its gradients, on all ranks together; where values\n"
-        "decide whether, and in which order, modules are called, it would be different ones.",
+        "With ZeRO all ranks together gather a module and reduce its gradients. If values decide\n"
+        "which modules are called, and in which order, ranks would wait for different modules.",
     ),
     "S664": (
         "a sharded module that the batch of the build does not reach",
-        "Where the values of a batch decide which modules are called (adapters by language), what\n"
-        "a sharded one gets is known only once the forward that is followed has called it.",
+        "The values of a batch can decide which modules are called (such as adapters by\n"
+        "language). schedlang learns the placement of a sharded module's inputs only from a\n"
+        "forward that calls it.",
     ),
     "S668": (
         "statistics of a batch in microbatches",
-        "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
-        "backward of a microbatch begins before later ones are there.",
+        "A loss with means over the full batch (such as router losses) needs all rows. The\n"
+        "backward of a microbatch starts before later microbatches are computed.",
     ),
     "S669": (
         "statistics that were not found again",
-        "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
-        "of that name in the forward of that module.",
+        "Sums over rows are all-reduced at the calls that were recorded at build. A call is found\n"
+        "by its name, its module and its number in that module's forward. Here the calls differ\n"
+        "from those recorded.",
     ),
     "S670": (
         "the batch holds indices of its rows",
-        "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
-        "name rows that lie in another part.  One object of many graphs that gives them back\n"
+        "Edges of a graph, or pairs of samples, are row numbers. After a split they would name\n"
+        "rows of another microbatch or rank. One object of many graphs that can split itself\n"
         "(`to_data_list`, `from_data_list`) is split by graph.",
     ),
     "S674": (
         "no tokens in the batch",
-        "Images become tokens inside of the model: split rows, heads, or a dim between modules.",
+        "The model makes tokens from images in its forward. Split rows, heads, or a dim between\n"
+        "modules instead.",
     ),
-    "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
+    "S680": (
+        "too few tokens",
+        "Every rank that shares a sequence needs at least one of its tokens.",
+    ),
     "S681": (
         "heads that cannot be divided",
-        "Ulysses gives every rank the same number of heads; a ring does not split heads.",
+        "Ulysses gives every rank the same number of heads. A ring does not split heads.",
     ),
     "S691": (
         "arguments of a trainer that do not go together",
-        "`Trainer(schedule, model, data, steps, optimizer)`, and what its page lists.",
+        "`Trainer(schedule, model, data, steps, optimizer)`, and the options in docs/training.md.",
     ),
     "S692": (
         "data that end before the run does",
-        "A list or a loader is begun again; an iterator ends for good.",
+        "A list or a loader starts again at its end. An iterator cannot.",
     ),
     "S693": (
-        "a run that goes on under something else",
-        "The checkpoint tells schedule and place in the data; `accept=True` goes on all the same.",
+        "a checkpoint of another schedule or other data",
+        "The checkpoint records its schedule and its place in the data; these do not fit this\n"
+        "run. `accept=True` continues under this run's schedule, and starts its data anew if the\n"
+        "checkpoint has no place.",
     ),
     "S694": (
         "a loss that is not finite, or far above those before",
-        "`Trainer(on_spike=)` says whether the run stops, skips such updates, or rolls back.",
+        "`Trainer(on_spike=)` chooses: stop the run, skip such updates, or roll back.",
     ),
     "S695": (
-        "an elastic run that cannot go on with the ranks there are",
-        "`Trainer(elastic=True)` looks for a setting of the schedule's knobs that makes a mesh of\n"
-        "all ranks and keeps what is computed; each round of torchrun needs a store of its own.",
+        "an elastic run that does not fit the available ranks",
+        "`Trainer(elastic=True)` looks for knob values that use all ranks and keep what the\n"
+        "schedule computes. Each round of torchrun needs its own store.",
     ),
 }

@@ -5,104 +5,144 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CODES: Mapping[str, tuple[str, str]] = {
-    "S401": ("the primitive does not fit the module", "The message names the module's class."),
+    "S401": (
+        "the primitive does not fit the module",
+        "The message gives the class of the module and what the primitive needs.",
+    ),
     "S402": (
         "a size does not divide",
-        "Every rank gets an equal part.  Choose another size of the axis, or `pad` first.",
+        "Every rank needs an equal shard. Choose another axis size, or write `pad` above this\n"
+        "row.",
     ),
     "S403": (
         "heads do not divide",
-        "Attention splits by whole heads, and by whole key-value heads; the message names the\n"
-        "sizes that fit.",
+        "Attention is sharded by complete heads, and by complete key-value heads. The message\n"
+        "lists the axis sizes that fit.",
     ),
-    "S404": ("a module with a forward of its own", "Shard the modules inside of it."),
+    "S404": (
+        "a module whose forward cannot be sharded",
+        "The module computes more than a plain module of its type, so its shards would give a\n"
+        "wrong result. Shard the modules inside it, or keep it replicated.",
+    ),
     "S405": (
-        "a module gets a shard, and needs the full tensor",
-        "Following the shapes through the model on the meta device, a call got a shard where it\n"
-        "needs the full tensor.  The message names the module and the call.",
+        "a module gets a shard but needs the full tensor",
+        "schedlang follows shapes through the model on the meta device. A call got a shard where\n"
+        "it needs the full tensor. The message names the module and the call.",
     ),
-    "S406": ("blocks do not add up to the dim", "`blocks=` lists sizes that add up to it."),
+    "S406": (
+        "blocks do not add up to the dim",
+        "`blocks=` lists sizes. Their sum must be the size of the dim.",
+    ),
     "S407": (
         "weight and bias do not fit together",
-        "Shard the bias along `out` if the weight is sharded along `out`, and only then.",
+        "Shard weight and bias along `out`, or neither of them.",
     ),
-    "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
+    "S408": ("the wrong scope", "Some rows apply to the whole model only, others never do."),
     "S409": (
         "nothing is left to balance",
-        "Single modules say where stages start; only a list can be balanced.",
+        "Single modules already say where stages start. `balance` needs a list of modules.",
     ),
-    "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
-    "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
-    "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S410": (
+        "the kernel computes something else",
+        "The module does not compute what the kernel computes, so the kernel cannot replace it.",
+    ),
+    "S411": ("no weight gradient", "`split_backward` needs modules with trainable weights."),
+    "S412": (
+        "nothing is sent",
+        "`overlap(transfers)` overlaps transfers between stages. This model has no stages.",
+    ),
     "S413": (
-        "nothing is frozen, or everything",
-        "Something is frozen, and something still trained.",
+        "no parameter or every parameter is frozen",
+        "`freeze` must freeze at least one parameter and leave at least one trainable.",
     ),
     "S414": (
-        "a weight that cannot lie in codes",
-        "A quantised weight is frozen, lies on the device, and has each block of inputs on one\n"
-        "rank: shards end where blocks end.",
+        "a weight that cannot be quantised here",
+        "A quantised weight is frozen and stays on the device. Each block of inputs has one scale\n"
+        "and must be on one rank, so a shard must end where a block ends.",
     ),
-    "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
-    "S417": ("no full gradient to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S416": (
+        "nothing to tie or untie",
+        "`tie` needs two or more parameters of the same shape. `untie` needs a parameter that two\n"
+        "modules share.",
+    ),
+    "S417": (
+        "no full gradient to compress",
+        "Compress over the axes of a `zero(stage=0)` row. Only there does a rank all-reduce full\n"
+        "gradients.",
+    ),
     "S418": (
-        "no adapter can stand here",
-        "A projection has one adapter, and a weight of its own, into which that can be merged.",
+        "no adapter is possible here",
+        "A projection can have one adapter. It needs a weight that no other module shares, so\n"
+        "that the adapter can be merged into it.",
     ),
     "S419": (
         "windows do not fit the shards",
-        "Where positions are sharded, each shard is a multiple of the stride and at least as long\n"
-        "as the window reaches, and the full tensor gives one output for each stride.",
+        "If positions are sharded, each shard must be a multiple of the stride and at least as\n"
+        "long as the window reaches. The full tensor must give one output for each stride.",
     ),
     "S420": (
-        "a length that the ranks do not divide",
-        "A tensor is sharded along a dim whose size in this batch the ranks do not divide.",
+        "the ranks do not divide a length",
+        "A row shards a tensor along a dim. The number of ranks does not divide the size of this\n"
+        "dim in this batch.",
     ),
     "S421": (
         "not a module of experts",
-        "It is called with tokens, the experts of each token and their weights, gives their\n"
-        "sum of weight times output, and holds parameters whose first dim are the experts.\n"
-        "A small copy was tried; the message says what differs, and by how much.",
+        "An experts module gets tokens, the experts of each token and their routing weights. It\n"
+        "returns the weighted sum of the experts' outputs. Dim 0 of its parameters counts the\n"
+        "experts. schedlang tried a small copy; the message gives the difference.",
     ),
     "S422": (
         "arguments of `expert_parallel` that do not go together",
-        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
-        "the rest of the schedule.",
+        "The message names arguments that exclude each other, or that do not fit the rest of the\n"
+        "schedule.",
     ),
-    "S425": ("nothing to complete", "`complete` adds to rows that stand beside it."),
-    "S426": ("two ways to complete", "Write the rows of one of them, or gather."),
+    "S425": (
+        "nothing to complete",
+        "`complete` adds the missing rows to the `shard` rows of a schedule. This schedule has\n"
+        "none over the axis.",
+    ),
+    "S426": ("two ways to complete", "Write the rows of one of them, or gather the output."),
     "S427": (
         "no way to complete",
-        "No rows were found that fit those of the schedule; the message says why.",
+        "No rows fit those of the schedule. The message lists what was tried, and why it was\n"
+        "refused.",
     ),
     "S428": (
         "experts that cannot be sharded inside",
-        "`inner=` shards every expert along its own hidden dim, into equal parts.",
+        "`inner=` shards each expert along its own hidden dim, into equal shards.",
     ),
-    "S501": ("done twice", "Two rows do the same at one module; drop one."),
-    "S502": ("one region inside another", "The inner module would be recomputed twice."),
+    "S501": ("done twice", "Two rows do the same at one module. Drop one of them."),
+    "S502": ("one recomputed region inside another", "The inner module would be recomputed twice."),
     "S503": (
         "rows in the wrong order",
-        "The order follows from what each verb reads and writes: `schedlang explain --conflicts`\n"
-        "shows it for all of them.",
+        "Each primitive reads and writes some facets of the plan, and this gives the order.\n"
+        "`schedlang explain --conflicts` shows the order of all primitives.",
     ),
-    "S504": ("an axis shards a tensor only once", "Name another axis, or drop one of the rows."),
+    "S504": (
+        "an axis shards a tensor only once",
+        "Name another axis, or drop one of the two rows.",
+    ),
     "S505": (
         "a row changes numerics more than its step allows",
-        'Rounding is always allowed; anything else must be named: `step "..." relax(rng) {`.',
+        "Rounding is always allowed. Name any other change in the step:\n"
+        '`step "..." relax(rng) {`.',
     ),
     "S506": (
         "a tied weight is sharded in one module only",
-        "Both modules that share a weight need a row.",
+        "Write a `shard` row for each module that shares the weight.",
     ),
     "S508": (
         "an axis cannot shard the optimizer state",
-        "It is used by another row, or shards the state already.",
+        "Another row uses the axis, or already shards the state over it.",
     ),
-    "S509": ("two rows order the pipeline", "One axis cuts the model, one row orders it."),
+    "S509": (
+        "two rows order the pipeline",
+        "One axis cuts the model, and one row orders its pipeline.",
+    ),
     "S510": (
         "a grid whose rows do not split the batch",
-        "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"
-        "The others hold parts of the hidden dim, and see the same rows.",
+        "The ranks of the first axis of a grid or cube hold different rows of the batch: add a\n"
+        "`zero` row over it. The ranks of the other axes hold the same rows and different shards\n"
+        "of the hidden dim.",
     ),
 }

@@ -7,46 +7,46 @@ from collections.abc import Mapping
 WARNINGS: Mapping[str, tuple[str, str]] = {
     "W101": (
         "a knob is never used",
-        "No row, mesh or `require` reads it: setting it changes nothing.",
+        "No row, mesh or `require` reads the knob. Setting it changes nothing.",
     ),
     "W102": (
         "a definition is never called",
-        "Its rows are no part of the schedule.  A file of definitions alone is a library, and is\n"
-        "not warned about.",
+        "The rows of the definition are not part of the schedule. A file of definitions alone is\n"
+        "a library; for a library there is no warning.",
     ),
-    "W103": ("a pattern is never used", "Neither `fuse` nor another row names it."),
-    "W104": ("a view is never used", "No row, and no other expression, names these axes by it."),
+    "W103": ("a pattern is never used", "No `fuse` or other row names the pattern."),
+    "W104": ("a view is never used", "No row and no expression uses the name of this view."),
     "W105": (
         "a condition is never true",
-        "This `when` is false for all values that the knobs may have: its rows are never\n"
-        "part of the plan.  A value may be misspelt, or missing in the domain of a knob.",
+        "This `when` is false for all allowed values of the knobs, so its rows are never part of\n"
+        "the plan. Look for a misspelt value, or for a value that the knob does not allow.",
     ),
     "W201": (
         "a row selects nothing",
-        "Its selector, or one around it, ends in `?`, which may select nothing: here it does.\n"
-        "Without the `?` it would be refused (S201).",
+        "The selector, or one around it, ends in `?`, so it may select nothing. Here it selects\n"
+        "nothing. Without the `?` this is an error (S201).",
     ),
     "W401": (
         "a row over one rank",
-        "The axis is sized by a knob whose default is one, and nothing has set it: every row over\n"
-        "the axis is the identity, and what is verified is not what runs on several ranks.",
+        "A knob sets the size of the axis. Its default is 1 and it was not set. Rows over this\n"
+        "axis then do nothing, so `verify` does not check what runs on several ranks.",
     ),
     "W701": (
         "a step is never verified",
-        "`schedlang verify` compares the whole schedule with the original; a step that ends with\n"
-        "`verify(forward, backward)` is compared by itself, so that a failure names the step.",
+        "`schedlang verify` compares the whole schedule with the original. If a step ends with\n"
+        "`verify(forward, backward)`, it is also compared alone, and a failure names the step.",
     ),
     "W702": (
         "a loose tolerance",
-        "`rtol` replaces the rule of rounding in the working dtype.  Usual is about\n"
-        "what `torch.testing` allows: 1.3e-6 in float32, 1e-3 in float16, 2e-2 in bfloat16.  The\n"
-        "comparison in float64 keeps its bound either way.",
+        "`rtol` replaces the tolerance that follows from the rounding error of the working dtype.\n"
+        "Usual values are about those of `torch.testing`: 1.3e-6 in float32, 1e-3 in float16,\n"
+        "2e-2 in bfloat16. The tolerance of the float64 comparison does not change.",
     ),
     "W703": (
         "a kernel leaves calls to the model",
-        "A kernel computes what a module does, but it does not support every call of it:\n"
-        "tensors of other shapes, another argument, rows that are too long, a norm that has hooks\n"
-        "or a unit of its own.  The module then computes by itself: nothing is wrong, and nothing\n"
-        "is faster.  `plan`, `verify` and `run` say where and why; from Python it is a warning.",
+        "The kernel does not support every call of its module. Examples are other shapes, some\n"
+        "arguments, rows that are too long, and a norm with hooks or its own row. For such a call\n"
+        "the module's own forward runs. The result is correct, but not faster. `plan`, `verify`\n"
+        "and `run` report where and why; from Python it is a warning.",
     ),
 }

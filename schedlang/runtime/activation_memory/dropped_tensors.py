@@ -99,9 +99,7 @@ class DroppedTensors(ABC):
         self._fail(f"saved {count} tensors the second time, {last} the first")
 
     def _fail(self, what: str) -> None:
-        raise RuntimeError(
-            f"recomputation of {self.describe_modules()} took another way: it {what}"
-        )
+        raise RuntimeError(f"recomputation of {self.describe_modules()} ran differently: it {what}")
 
 
 def _text(facts: Facts) -> str:

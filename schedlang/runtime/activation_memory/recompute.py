@@ -182,9 +182,9 @@ def check_arguments(module: nn.Module, before: list[int], tensors: Sequence[Tens
         return
     raise Refusal.of(
         "S813",
-        f"`{current_site() or _class_name(module)}` writes into what it is given,"
+        f"`{current_site() or _class_name(module)}` changes its inputs in place,"
         " and is checkpointed",
-        notes=("recomputation would begin with the values that its forward has left there",),
+        notes=("recomputation would start from the values that its forward has written",),
         helps=("write `x = x + y` in it, not `x += y`", "or checkpoint other modules"),
     )
 

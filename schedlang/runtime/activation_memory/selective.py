@@ -246,7 +246,7 @@ class SelectiveModes:
         if place >= len(first) or first[place] != second[place]:
             was = f"`{first[place]}`" if place < len(first) else "nothing"
             raise RuntimeError(
-                f"recomputation took another way: `{second[place]}` where there was {was}"
+                f"recomputation ran differently from the forward: `{second[place]}`, not {was}"
             )
 
 

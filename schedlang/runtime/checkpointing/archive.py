@@ -313,8 +313,8 @@ def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 found[name] = torch.load(data, "cpu", weights_only=True)
         except Exception as error:  # any error of pickle or of the loader of plain data
             raise ValueError(
-                f"`{name}`, which is to be kept beside a checkpoint, is not made of tensors, "
-                "numbers, text, and tables and lists of these"
+                f"`{name}` cannot be saved beside a checkpoint: it must be made of tensors, "
+                "numbers, strings, and dicts and lists of these"
             ) from error
     return found
 

@@ -543,8 +543,8 @@ def out_of_memory(path: Path, error: BaseException) -> Diagnostic:
             "nothing in it was found to be damaged",
         ),
         helps=(
-            "load on more ranks, or in a layout of which each rank holds less",
-            "read it while the program is built, `build(weights=path)`: no part is there twice",
+            "load on more ranks, or in a layout where each rank holds less",
+            "read it while the program is built, `build(weights=path)`: no shard is held twice",
         ),
     )
 

@@ -68,7 +68,7 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """Return the real path of a folder, with links resolved; refuse a value that is no path
     (S618)."""
     if not isinstance(path, str | os.PathLike):  # an int would be an open file
-        title = f"state lies at a path, not at {kind_of(path)}"
+        title = f"the place of saved state must be a path, not {kind_of(path)}"
         raise Refusal.of("S618", title, helps=('name a folder: `"saved"`',))
     return Path(os.path.realpath(path))
 

@@ -126,10 +126,10 @@ def check_schedule(saved: Mapping[str, Any] | None, schedule: str, last: Path) -
     schedule  the text under which the run continues
     """
     if saved is None:
-        title = f"`{last}` does not tell where its run stood in the data"
+        title = f"`{last}` does not record the place of its run in the data"
         helps = (
-            "begin the data anew, with these parameters: `Trainer(..., accept=True)`",
-            "or give another folder: `Trainer` keeps that in those that it saves",
+            "start the data again, with these parameters: `Trainer(..., accept=True)`",
+            "or give another folder: checkpoints of `Trainer` record this place",
         )
         raise Refusal.of("S693", title, helps=helps)
     if saved["schedule"] == schedule:
@@ -139,8 +139,8 @@ def check_schedule(saved: Mapping[str, Any] | None, schedule: str, last: Path) -
     changed = [line for line in compared if line[:1] in "-+" and line[2:]]
     title = f"`{last}` was saved under another schedule"
     helps = (
-        "go on under this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
-        "or give the schedule of before, or another folder",
+        "continue with this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
+        "or give the previous schedule, or another folder",
     )
     raise Refusal.of("S693", title, notes=tuple(changed[:_LINES]), helps=helps)
 
@@ -152,8 +152,8 @@ def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
     No position in one division is a position in the other.
     """
     if saved["parts"] != parts:
-        title = f"`{last}` was saved where data were in {saved['parts']} parts, and here in {parts}"
-        helps = ("give whole batches (`local=False`): their place fits any layout",)
+        title = f"`{last}` was saved with data in {saved['parts']} parts, but here are {parts}"
+        helps = ("give full batches (`local=False`): their place fits any layout",)
         raise Refusal.of("S693", title, helps=helps)
 
 

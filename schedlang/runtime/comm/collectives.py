@@ -438,7 +438,7 @@ def enter_given_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
     fits = fits and part == tuple(sorted({*part}))
     if not fits or job.rank not in part:
         named = ", ".join(map(str, part)) or "none"
-        legal = f"they are some of 0 to {job.size - 1}, rising"
+        legal = f"give some of 0 to {job.size - 1}, in ascending order"
         why = f"rank {job.rank} is none of them" if fits else legal
         title = f"a program for ranks {named} cannot be built here: {why}"
         helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
@@ -486,7 +486,7 @@ def _unserved(device: torch.device, backends: Mapping[str, str]) -> Diagnostic:
     wanted = ",".join(f"{kind}:{name}" for kind, name in all_of.items())
     return Diagnostic(
         "S607",
-        f"the model computes on `{device}`, and this job's world sends nothing from there",
+        f"the process group does not serve `{device}`, the device of the model",
         notes=(f"it has {', '.join(f'{name} for {kind}' for kind, name in backends.items())}",),
         helps=(f'join it with `init_process_group("{wanted}")`',),
     )

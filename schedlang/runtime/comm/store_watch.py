@@ -101,8 +101,8 @@ def lost_store_refusal(seconds: float) -> Refusal:
     return Refusal.of(
         "S651",
         f"the store of this job{at} has not answered for {seconds:g} s",
-        notes=("its machine is cut off or has ended, or the process that keeps it is stopped",),
-        helps=("start the job again, of itself: `torchrun --max-restarts 100 ...`",),
+        notes=("its machine is unreachable or down, or the process of the store is stopped",),
+        helps=("let torchrun start the job again: `torchrun --max-restarts 100 ...`",),
     )
 
 

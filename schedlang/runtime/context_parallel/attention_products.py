@@ -70,7 +70,7 @@ def expand_added(state: ScoresState, given: Tensor) -> Tensor:
     if value is None:
         raise local_keys_refusal()
     if value.dim() > dims:
-        raise unsplit_refusal("what it adds to its scores has other dims")
+        raise unsplit_refusal("the term that it adds to its scores has other dims")
     value = value[(None,) * (dims - value.dim())]
     if state.lead == state.inner:
         return value

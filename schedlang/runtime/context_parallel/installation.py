@@ -86,7 +86,7 @@ class AttentionMode(AmbientMode):
                 and func in PRODUCTS | ADDED_PRODUCTS
                 and calling_line() in self.products
             ):
-                raise cache_refusal("it multiplies queries and keys in lines of its own")
+                raise cache_refusal("it multiplies queries and keys in its own code")
             return self.run(func, types, args, kwargs)
         shard = current_shard()
         if shard is not None and func is F.scaled_dot_product_attention:
@@ -144,7 +144,9 @@ def _attend(shard: SequenceShard, how: AttentionMethod, given: dict[str, Any]) -
 def _attend_kept(new: Decoding, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
     tensors = given["query"], given["key"], given["value"]
     if any(t.dim() != 4 for t in tensors) or given.get("is_causal"):
-        raise cache_refusal("it calls torch's attention in another way than is followed there")
+        raise cache_refusal(
+            "it calls torch's attention with tensors or arguments that are not supported there"
+        )
     mask = given.get("attn_mask")
     if isinstance(mask, Tensor):
         mask = mask[(None,) * (4 - mask.dim())]
@@ -214,7 +216,7 @@ def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
     if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
         return
     if shard.length in args[0].shape[1:] and not args[0].is_meta:
-        raise unsplit_refusal("it sums over tokens, of which each rank has only some")
+        raise unsplit_refusal("it sums over tokens, but each rank has only some of them")
 
 
 def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
@@ -336,9 +338,8 @@ class MetaExchange(ExchangeKeys):
                 "S935",
                 "`compress` cannot round the activations of attention with dropout here",
                 notes=(
-                    "a single process saves scores for this dropout; where ranks split"
-                    " tokens,"
-                    " none does",
+                    "a single process saves scores for this dropout, but ranks that split"
+                    " tokens do not",
                 ),
                 helps=(
                     "train without dropout in attention",

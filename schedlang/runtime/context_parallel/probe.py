@@ -257,8 +257,8 @@ def _apply_mask(
 
 
 MIXED_TOKENS = (
-    "positions counted from shapes, and tokens mixed outside of the attentions that rows"
-    " select, would be those of one rank only"
+    "code that counts positions from shapes, or mixes tokens outside of the selected attentions,"
+    " would see the tokens of one rank only"
 )
 
 

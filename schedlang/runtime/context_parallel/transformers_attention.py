@@ -277,7 +277,7 @@ def cache_refusal(why: str) -> Refusal:
         "S627",
         f"`{current_site() or 'an attention'}` cannot keep keys and values by tokens",
         notes=(why,),
-        helps=("`use_cache=False` makes every token from the whole sequence",),
+        helps=("`use_cache=False` computes every token from the full sequence",),
     )
 
 
@@ -323,8 +323,8 @@ def unsplit_refusal(why: str, *helps: str) -> Refusal:
 def local_keys_refusal() -> Refusal:
     """Return the refusal of numbers added to scores that cover a rank's own keys only."""
     return unsplit_refusal(
-        "what it adds to its scores covers only the tokens of one rank",
-        "make it from positions and from integers of the batch alone: that, each rank makes for"
+        "the term that it adds to its scores covers only the tokens of one rank",
+        "compute it only from positions and integers of the batch: each rank can compute this for"
         " all tokens",
     )
 

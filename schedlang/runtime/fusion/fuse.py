@@ -146,8 +146,8 @@ class FusedForward:
         if any(one._version != version for one, version in versions):
             raise _refusal(
                 "S833",
-                f"`{self.name}` writes into what it is given",
-                "a compiled graph would compute gradients with what is left there",
+                f"`{self.name}` changes its inputs in place",
+                "a compiled graph would compute gradients with the changed values",
             )
         return out
 

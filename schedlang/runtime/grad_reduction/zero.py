@@ -339,10 +339,10 @@ def own_backward(name: str) -> Refusal:
     """Return the refusal of a backward outside of a step: nothing would reduce this gradient."""
     return Refusal.of(
         "S617",
-        f"a backward of your own: only a step sums the gradient of `{name}` over ranks",
+        f"your own backward: only a step sums the gradient of `{name}` over ranks",
         helps=(
             "`program.train_step(batch)`: built without `optimizer=` it leaves the gradients of"
-            " the whole batch for what comes next in your loop",
+            " the full batch for your loop",
         ),
     )
 
@@ -350,8 +350,8 @@ def own_backward(name: str) -> Refusal:
 def _hook_refusal(name: str) -> Refusal:
     return Refusal.of(
         "S867",
-        f"`{name}` has a hook, which the gradient of its slice does not meet",
-        helps=("take the hook away, and let the forward do it",),
+        f"`{name}` has a hook, which would not run on the gradient of its slice",
+        helps=("remove the hook, and let the forward do it",),
     )
 
 
@@ -361,7 +361,7 @@ def _check_calls(counts: Sequence[int]) -> None:
     if any(high + low for high, low in zip(most, fewest)):
         raise Refusal.of(
             "S663",
-            "which modules that `zero` gathers are called depends on values",
+            "values decide which of the modules that `zero` gathers are called",
             notes=("ranks called them in different orders, or numbers, in this step",),
             helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
         )

@@ -47,7 +47,7 @@ def source_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Sourc
         "S623",
         "the model has no values: it is on the meta device",
         helps=(
-            "make it by `schedlang.deferred_init(make)`: each rank makes its parts alone",
+            "make it by `schedlang.deferred_init(make)`: each rank makes only its shards",
             "or say where they are: `build(weights=path)`, a folder of safetensors or a checkpoint",
             "or build it on a real device; `plan` and `diff` need no values",
         ),

@@ -128,7 +128,7 @@ class WeightFiles:
         why = [line for name, line in every.errors.items() if name in room.names]
         raise self._unreadable(
             f"there is no `{room.names[0]}`",
-            *(f"its library cannot make it of what is there: {line}" for line in why),
+            *(f"its library cannot convert the stored weights: {line}" for line in why),
             *((f"the nearest name there is `{nearest}`",) if nearest else ()),
             helps=(
                 "give files with the names of the model, as `program.export` writes them",
@@ -169,8 +169,8 @@ class WeightFiles:
         return unreadable_weights(self.path, *notes, helps=helps)
 
 
-QUANTISED = ("quantised values mean something only with scales, which are other tensors",)
-BEFORE = ("give the weights as they were before they were quantised",)
+QUANTISED = ("quantised values need their scales, which are separate tensors",)
+BEFORE = ("give the weights from before quantisation",)
 
 
 @dataclass(frozen=True)

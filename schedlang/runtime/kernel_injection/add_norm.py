@@ -334,5 +334,5 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 def _why_unfused(name: str, norm: nn.Module) -> str:
     """Return why a norm that the probe found after an addition is called by itself."""
     if has_changed_call(norm):
-        return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
+        return f"`{name}` has hooks, a placement or its own row, and is called separately"
     return f"in this call there is no addition right before `{name}`"

@@ -177,7 +177,7 @@ class HangWatch:
             else "  no answer: its process is stopped, or has ended"
             for rank, key in keys.items()
         }
-        text = str(Hang(f"no rank got on for {self.hang_after:g} s", stacks))
+        text = str(Hang(f"no rank made progress for {self.hang_after:g} s", stacks))
         if folder := os.environ.get(RECORD):
             text += f"\nwho did not come to what: schedlang doctor {folder}"
         speaks = self.rank == 0 or not self.store.check([keys[0]])

@@ -325,7 +325,7 @@ def check_progress(job: RankJob, ranks: Sequence[RankProcess], hang_after: float
     if any(has_worked(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
         job.last_progress, job.spent = now, times
     elif now - job.last_progress > hang_after:
-        raise Hang(f"no rank got on for {hang_after:g} s", stacks_of_ranks(job, ranks))
+        raise Hang(f"no rank made progress for {hang_after:g} s", stacks_of_ranks(job, ranks))
 
 
 def _spent_since(ranks: Sequence[RankProcess]) -> ProcessTimes:

@@ -166,7 +166,7 @@ def with_torch_signature(loss: Loss) -> Callable[..., Tensor]:
                 label_smoothing,
             )
         counts = target != ignore_index
-        helps = (f"give {ignore_index} (`ignore_index`) to what has no label",)
+        helps = (f"give {ignore_index} (`ignore_index`) to tokens without a label",)
         counted = target.masked_fill(~counts, 0)
         check_indices(counted, logits.shape[-1], "the label", "the logits", helps)
         return loss(logits, target, counts, reduction, label_smoothing)

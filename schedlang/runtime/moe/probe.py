@@ -70,7 +70,7 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     if not cubes and listed is not None:
         return listed
     if len(cubes) != 1:
-        return NoExperts("it has no parameters of 3 dims, of which dim 0 counts the experts")
+        return NoExperts("it has no parameters of 3 dims where dim 0 counts the experts")
     (count,) = cubes
     split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
     other = [name for name in shapes if name not in split]

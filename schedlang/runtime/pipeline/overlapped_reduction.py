@@ -22,7 +22,7 @@ from schedlang.runtime.storage.offloaded_gradients import offloads_gradient
 
 Members = FlatGradients | Sequence[nn.Parameter]
 CHANGED_AFTER_SUM = (
-    "a gradient changed after its sum had begun: the last backward of its stage took another way"
+    "a gradient changed after its sum had begun: the last backward of its stage ran differently"
 )
 
 

@@ -141,10 +141,10 @@ def _hidden_write(name: str) -> Refusal:
     return refusal(
         "S610",
         name,
-        "writes into a tensor that it is given, and did not when the model was recorded",
+        "changes an input in place, but did not when the model was recorded",
         "let it keep no state in evaluation: `config.use_cache = False`",
         "or keep the modules that share it in one stage: cut elsewhere",
-        note="evaluation takes another way than training, on which no stage sends this tensor",
+        note="evaluation runs other code than training, and there no stage sends this tensor",
     )
 
 

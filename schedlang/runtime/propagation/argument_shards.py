@@ -134,7 +134,7 @@ def dry_run_arguments(
         for (part, _), *counted in zip(made, before, now):
             if len({*counted}) > 1:  # the caller's full tensor would not be changed
                 raise follower.refuse(
-                    f"`{part.name}` is written into, of which a rank takes its part",
+                    f"`{part.name}` is changed in place, but a rank has only a shard of it",
                     part.edge.group.axes[0],
                     "write `x = x + y` in the model, not `x += y`",
                 )

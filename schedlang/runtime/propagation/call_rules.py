@@ -475,9 +475,9 @@ def apply_repeats(inputs: list[Tensor], expected: Call | None, follower: Followe
         if note is before and _is_unrepeated(tensor, note, whole, follower):
             axis = next((a for other in inputs for a in follower.of(other).tags), None)
             raise follower.refuse(
-                f"`{expected.name}` gets a tensor that is whole beside some that are sharded",
+                f"`{expected.name}` gets a replicated tensor together with sharded ones",
                 axis,
-                "shard the projection that makes it like those beside it: `shard(col, ...)`",
+                "shard the projection that computes it in the same way: `shard(col, ...)`",
             )
         found.append(tensor if note is before else _stand_in(tensor))
         if note is not before:

@@ -303,10 +303,12 @@ class Follower(Lattice):
         first = self.used.setdefault(name, frozenset(parts))
         for axis in sorted(first ^ parts):
             reason = (
-                f"`{name}` is used twice: by whole activations, and by those split over `{axis}`;"
-                " no sum over its ranks is right for both gradients"
+                f"`{name}` is used with full activations and with activations split over `{axis}`;"
+                " no all-reduce over its ranks is right for both gradients"
             )
-            raise self.refuse(reason, axis, "use it alike in both places: leave `input=...` out")
+            raise self.refuse(
+                reason, axis, "use it in the same way in both places: leave `input=...` out"
+            )
 
 
 @dataclass(kw_only=True)

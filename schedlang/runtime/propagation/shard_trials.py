@@ -57,7 +57,7 @@ def _is_internal(name: str) -> bool:
 
 
 def _describe_untried(step: ComparedCall, axis: str) -> str:
-    return f"what `{step.name}` computes along a dim that is sharded over `{axis}` is not known"
+    return f"it is not known what `{step.name}` computes along a dim that is sharded over `{axis}`"
 
 
 class _Trial:

@@ -73,7 +73,7 @@ class ShardedLayer:
 def graph_obstacle(model: nn.Module) -> str:
     """Return why modules inside `model` cannot be compiled into a graph; "" if they can."""
     if any(layer_of(module, "decode") is not None for module in model.modules()):
-        return "a weight in it lies in codes, and dynamo has no graph for what is kept as a note"
+        return "a weight in it is quantised, and dynamo has no graph for quantised weights"
     every = (layer_of(module, "sharded") for module in model.modules())
     if any(one is not None and one.kind.startswith("summa") for one in every):
         return "its weights lie on a grid, and dynamo has no graph for broadcasts along a line"

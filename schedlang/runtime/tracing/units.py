@@ -209,7 +209,7 @@ def _in_a_loop(calls: ModuleCalls, name: str) -> Refusal:
         name,
         f"is called {_times(count)} in one forward: no stage can start at it",
         "cut outside the loop that calls it",
-        f"or make each call a module of its own first: `{name}  unroll({count})`",
+        f"or make each call a separate module first: `{name}  unroll({count})`",
         note=calls.describe_repeat(name),
     )
 

@@ -173,7 +173,7 @@ class _Ends:
         if len({each[-1] for each, _ in everyone}) > 1:
             raise end_refusal(
                 "ranks have called `transfer` with different options",
-                "give `optimizer`, `changed_only` and `bucket_bytes` alike on all ranks",
+                "give the same `optimizer`, `changed_only` and `bucket_bytes` on all ranks",
             )
         size = comm.current_world().size
         sides = [
@@ -448,7 +448,7 @@ def _uncovered_refusal(odd: UncoveredElements) -> Refusal:
         )
     return end_refusal(
         f"parts of `{odd.name}` of `a` overlap on several ranks without being equal",
-        "pass whole tensors, or DTensors over one mesh",
+        "pass full tensors, or DTensors over one mesh",
     )
 
 
