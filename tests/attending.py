@@ -30,7 +30,11 @@ SIZES = {
     "nbody": [(2, 2), (4, 2), (3, 1), (3, 2), (1, 2)],
 }
 KINDS = ["contiguous", "zigzag", "striped"]
-TAGS = ("documents", "present", "alibi_positions")  # of each token; what else is a tensor is of heads
+TAGS = (
+    "documents",
+    "present",
+    "alibi_positions",
+)  # of each token; what else is a tensor is of heads
 
 
 @dataclass(frozen=True)

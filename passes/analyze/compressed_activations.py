@@ -433,7 +433,9 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 def _check_results(plan: Plan) -> None:
     """Refuse (S857) saved results of collectives, which a single process does not have."""
     for row, one in recomputing_rows(plan):
-        if not any("collective" in again.saved_classes for again in one.reruns(row.sites, ()) or ()):
+        if not any(
+            "collective" in again.saved_classes for again in one.reruns(row.sites, ()) or ()
+        ):
             continue
         label = Label(row.span or NOWHERE, "saves results for the recomputation")
         raise Refusal.of(

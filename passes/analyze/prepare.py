@@ -248,9 +248,10 @@ def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
 
 
 def _versions(plan: Plan) -> dict[str, int]:
-    """Count the writes to each buffer of the user's own model."""
+    """Count the writes to each buffer of the user's own model; one on meta has no value to lose."""
     buffers = plan.model.base.model.named_buffers()
-    return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
+    counted = ((name, one) for name, one in buffers if not (one.is_inference() or one.is_meta))
+    return {name: one._version for name, one in counted}
 
 
 def _written(name: str) -> Refusal:

@@ -184,7 +184,7 @@ def _judge_program(
     assert path is not None
     with ProgressLine(quiet=as_json) as progress, exit_unchecked(timeout, as_json, progress.close):
         named = str(file) if file is not None else model
-        given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
+        given = {"seed": seed, "vary": not foreign.as_given, "quiet": as_json}
         one = load_task(path, named, foreign.ranks, dtype=dtype, **given)
         words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
         words += [f"--ranks {one.task.world}", f"--seed {seed}"]

@@ -28,7 +28,11 @@ ORDERS = {
         "mark_stream": EVENT,
         "hold_for_stream": FIRST,
     },
-    "schedlang.runtime.storage.copies": {"wait_all": NOTHING, "record_copies": EVENT, "wait_copy": FIRST},
+    "schedlang.runtime.storage.copies": {
+        "wait_all": NOTHING,
+        "record_copies": EVENT,
+        "wait_copy": FIRST,
+    },
 }
 PACKAGE = "schedlang"
 Chosen = Callable[[types.ModuleType, ast.Call], bool]

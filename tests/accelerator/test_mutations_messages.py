@@ -43,8 +43,11 @@ _KEPT = "the work of a message keeps its tensors until it is done, and nobody wr
 REDUNDANT = {
     ("PeerChannel.free", "work.wait()"): _KEPT,
     ("PeerChannel.sweep", "work.is_completed()"): _KEPT,
-    ("ShardedStage.reshard", "handle.wait()"): "each unit waits for its own gather before its forward; "
-    "of one that does not run `test_zero.py` looks at the values that it would keep",
+    (
+        "ShardedStage.reshard",
+        "handle.wait()",
+    ): "each unit waits for its own gather before its"
+    " forward; of one that does not run `test_zero.py` looks at the values that it would keep",
 }
 # between hosts, by gloo: no device orders these, and ranks whose messages are late miss them
 HOSTS = {

@@ -53,7 +53,7 @@ class Threads:
             worker.put(None)
         self._workers = []
 
-    def know(self, files: Mapping[str, Any], *, here: bool = False) -> None:
+    def import_files(self, files: Mapping[str, Any], *, here: bool = False) -> None:
         """Do nothing: what this process has imported, its threads have."""
 
     def __enter__(self) -> Threads:

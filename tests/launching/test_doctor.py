@@ -38,9 +38,9 @@ from torch import nn
 
 import schedlang
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.launch import heart
+from schedlang.runtime.launch import hang_watch
 
-heart.HANG = 4.0
+hang_watch.HANG_AFTER = 4.0
 HOW, STEPS = sys.argv[1], int(sys.argv[2])
 
 

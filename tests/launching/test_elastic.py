@@ -88,8 +88,8 @@ def _at(job: Nodes, step: int, ranks: int) -> int:
 MEETS = """
 import os, signal, sys, time
 from schedlang import Refusal, elastic
-from schedlang.runtime.comm import reach
-elastic.ARRIVAL_TIMEOUT, elastic._CHECK_INTERVAL, reach.LOST = 6.0, 1.0, 4.0
+from schedlang.runtime.comm import store_watch
+elastic.ARRIVAL_TIMEOUT, elastic._CHECK_INTERVAL, store_watch.LOST_AFTER = 6.0, 1.0, 4.0
 met = elastic.Rendezvous()
 print(met.every(met.rank), met.first(met.rank), flush=True)
 if sys.argv[1] == f"rank {met.rank} stands still":
@@ -152,7 +152,8 @@ def test_the_first_rank_stands_still(meetings: Meetings) -> None:
 def test_a_store_that_takes_connections_and_says_nothing() -> None:
     """As one whose machine is cut off while a rank connects: that waits without an end, too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        code = "from schedlang.runtime.comm import agreement, store_watch; store_watch.LOST_AFTER = 4.0\n"
+        code = "from schedlang.runtime.comm import agreement, store_watch\n"
+        code += "store_watch.LOST_AFTER = 4.0\n"
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
         environ = {**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -12,7 +12,9 @@ import pytest
 
 from schedlang.runtime.launch import pool
 
-HOLDS = "from schedlang.runtime.launch import pool\nprint(pool.make_folder()[0], flush=True)\ninput()"
+HOLDS = (
+    "from schedlang.runtime.launch import pool\nprint(pool.make_folder()[0], flush=True)\ninput()"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,11 @@ def test_bids_come_by_what_they_are_worth_within_the_deadline(aim: str) -> None:
         steps = -(-samples[rows] // rows)
         if (best := quickest(job).best) is not None:
             took[nodes, rows] = steps * best.least
-    weigh = {COST: lambda n: n.rate(n.ranks), ENERGY: lambda n: n.watts(n.ranks), TIME: lambda n: 1}
+    weigh = {
+        COST: lambda n: n.price_per_second(n.ranks),
+        ENERGY: lambda n: n.watts(n.ranks),
+        TIME: lambda n: 1,
+    }
     for deadline in (0.0, sorted(took.values())[len(took) // 2], 1e9):
         meet = sorted(t * weigh[aim](key[0]) for key, t in took.items() if t <= deadline)
         made = auction(Aim(aim, samples, deadline))

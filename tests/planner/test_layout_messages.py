@@ -29,10 +29,10 @@ class Only:
     op: str
     often: bool
 
-    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: Kind, flops: float, moved: float) -> float:
         return 0.0
 
-    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+    def collective_seconds(self, op: str, size: float, ranks: int, stride: int) -> float:
         return (op == self.op) * (1.0 if self.often else size)
 
 

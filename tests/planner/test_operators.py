@@ -60,10 +60,10 @@ class Slow:
     sent: float = 1e-3
     fixed: float = 0.0
 
-    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: Kind, flops: float, moved: float) -> float:
         return flops + moved
 
-    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+    def collective_seconds(self, op: str, size: float, ranks: int, stride: int) -> float:
         return self.fixed + size * self.sent * (2 if op == "all_reduce" else 1)
 
 

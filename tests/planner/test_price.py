@@ -251,7 +251,7 @@ def test_experts_are_split_over_fewer() -> None:
     at = Placement(1, ep=4)
     spread, plain = (
         sum(run.count * getattr(run.unit, name) for run in EXPERTS(at).runs)
-        for name in ("spread", "numbers")
+        for name in ("expert_numel", "numel")
     )
     recipe = Recipe(parameter=0, gradient=0, moments=0, master=1)
     one = replace(EXPERTS(at), runs=tuple(

@@ -270,7 +270,7 @@ def test_the_fewest_units_are_computed_again(case, random, share):
     filled = filler.evaluate(clock, way)
     fits = [one.seconds for one in prices if one.peak <= memory]
     assert (filled.priced is None) == (not fits)
-    if fits and way.placement.parked:
+    if fits and way.placement.offloads_activations:
         assert filler.move_units(clock, filled, 30).least <= 1.1 * min(fits)
     elif fits:
         assert filled.least == pytest.approx(min(fits))

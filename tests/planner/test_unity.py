@@ -43,7 +43,7 @@ from tests.proofs import proven
 class Starts(Slow):
     """Costs in which an operator takes a start beside its bytes."""
 
-    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: Kind, flops: float, moved: float) -> float:
         return 50.0 + flops / 8 + moved
 
 

@@ -143,7 +143,9 @@ def test_what_takes_ranks_to_be_alike_refuses_others() -> None:
     """Prices of one machine, and planners by name: they would ignore what is unlike."""
     setting = Setting(Placement(), pp=2)
     for ask in (price, partial(split_as_planner, "pipedream")):
-        with pytest.raises(TypeError, match="1 a100 of 80 GiB, 1 v100 of 32 GiB: this takes all"):
+        with pytest.raises(
+            TypeError, match="1 a100 of 80 GiB, 1 v100 of 32 GiB: this assumes equal"
+        ):
             ask(SMALL(setting.placement), setting, cluster(1, 1))
 
 

@@ -12,7 +12,7 @@ SIZES = {
     f"{ROOM}.offload.offloaded_activations.MIN_BYTES": 1,  # every activation moves
     f"{ROOM}.pipeline.in_flight.SMALL": 64,  # bytes: most tensors cross a cut by themselves
     f"{ROOM}.grad_reduction.gradient.BUCKET_BYTES": 256,  # many sums of gradients
-    f"{ROOM}.activation_memory.quantized.PIECE_SIZE": 16,  # elements: what is coded is coded in pieces
+    f"{ROOM}.activation_memory.quantized.PIECE_SIZE": 16,  # elements
     f"{ROOM}.optim.full_tensor_step.BATCH_ELEMENTS": 16,
     f"{ROOM}.storage.offloaded_gradients._MAX_BYTES": 64,  # bytes
     f"{ROOM}.storage.tiers._PIECE": 40,  # bytes, in the midst of a number
