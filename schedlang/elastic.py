@@ -325,7 +325,7 @@ class SettingSearch:
         mine = [self._settings(one).knobs for one in menu[rank::size]]
         everyone = self.meeting.gather_values(list(price_settings(job, self.given.tree, mine)))
         found = (everyone[place % size][place // size] for place in range(len(menu)))
-        return [replace(tried, given=one) for tried, one in zip(found, menu)]
+        return [replace(tried, knobs=one) for tried, one in zip(found, menu)]
 
     def _no_setting(self, reasons: Sequence[str]) -> Refusal:
         plural = "s" * (self.ranks > 1)

@@ -115,7 +115,7 @@ class Job:
 class PricedPlan:
     """One setting: its price, or why it has none.
 
-    given  values of knobs; of a proposed mesh its axes
+    knobs  values of knobs; of a proposed mesh its axes
     mesh   sizes of all axes
     peak   bytes of the fullest rank at its fullest moment; the state alone where that is too large
     time   None where memory is too small already without activations

@@ -226,7 +226,7 @@ def _part_corrections(
             made = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
                 want.shape
             )
-            return describe_part_counts(times, cut[key].whole), value.double() - made + want
+            return describe_part_counts(times, cut[key].unit), value.double() - made + want
 
         yield weighted
 

@@ -566,7 +566,7 @@ class Program:
 
         All ranks call this together. Raises the Refusal (S631, S632, S638) of a failed save.
         """
-        self._saving.wait()
+        self._saving.finish()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the last checkpoint of a folder, of any layout; see `archive.load`."""

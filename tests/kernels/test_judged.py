@@ -108,7 +108,7 @@ def acts(*parts: nn.Module) -> list[str]:
     sch["*"].replace_kernel("gated")
     plan = sch.plan()
     row = plan.actions[0].primitive
-    return [row._found(plan.model.sites[f"{n}"], plan).act for n in range(len(parts))]
+    return [row._probe(plan.model.sites[f"{n}"], plan).act for n in range(len(parts))]
 
 
 def test_modules_that_differ_in_what_they_hold_are_judged_apart() -> None:
@@ -140,7 +140,7 @@ def test_children_count() -> None:
     sch["*"].replace_kernel("add_norm")
     plan = sch.plan()
     row: Any = plan.actions[0].primitive
-    found = [row._found(plan.model.sites[name], plan).norms["norm"].form.eps for name in "01"]
+    found = [row._probe(plan.model.sites[name], plan).norms["norm"].form.eps for name in "01"]
     assert found == [1e-6, 1e-3]
 
 

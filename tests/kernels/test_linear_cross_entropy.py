@@ -101,7 +101,7 @@ def test_losses_of_lazy_logits(name, monkeypatch):
     """Loss and gradients are torch's, in chunks of three rows; computed whole only if they must."""
     computed = []
     plain = LazyLogits.full
-    noting = lambda self: [computed.append(self.real is None), plain(self)][1]  # noqa: E731
+    noting = lambda self: [computed.append(self.computed is None), plain(self)][1]  # noqa: E731
     monkeypatch.setattr(LazyLogits, "full", noting)
     loss = (LOSSES | WHOLE)[name]
     x, weight, bias = given()

@@ -91,14 +91,14 @@ from schedlang import Refusal, elastic
 from schedlang.runtime.comm import store_watch
 elastic.ARRIVAL_TIMEOUT, elastic._CHECK_INTERVAL, store_watch.LOST_AFTER = 6.0, 1.0, 4.0
 met = elastic.Rendezvous()
-print(met.every(met.rank), met.first(met.rank), flush=True)
+print(met.gather_values(met.rank), met.from_first_rank(met.rank), flush=True)
 if sys.argv[1] == f"rank {met.rank} stands still":
     time.sleep(2)  # until the other one, too, has its answers: rank 0 keeps them
     os.kill(os.getpid(), signal.SIGSTOP)
 if met.rank == 1:
     time.sleep(9)  # it plans, and says that it is there
 try:
-    print(met.every(10 * met.rank), flush=True)
+    print(met.gather_values(10 * met.rank), flush=True)
 except Refusal as refusal:
     print(refusal.diagnostic.code, refusal.diagnostic.title, flush=True)
 os._exit(0)

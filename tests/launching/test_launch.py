@@ -444,7 +444,7 @@ def test_the_server_of_verify_is_forked(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(VERIFIES)
     schedule = Path(__file__).parents[2] / "examples/custom/2d.sched"
     done = forks.anew(tmp_path / "script.py", schedule, env=_with_threads(), timeout=600)
-    assert done.stdout == "Forked\n", (done.stdout, done.stderr)
+    assert done.stdout == "ForkedServer\n", (done.stdout, done.stderr)
 
 
 HERE = """

@@ -102,7 +102,7 @@ def test_casts_of_weights_stay(rows: str) -> None:
     assert layers is not None
     layer: Any = layers.kinds["code"]
     seen: list[torch.Tensor] = []
-    layer.tally.note = lambda tensor, made: seen.append(tensor.detach().clone())
+    layer.tally.add = lambda tensor, made: seen.append(tensor.detach().clone())
     program.train_step(models.tokens(rows=4))
     assert isinstance(layer, quantized.QuantizedActivations) and any(
         t.dtype == torch.bfloat16 for t in seen

@@ -135,7 +135,7 @@ def chosen(memory: str, bandwidth: str, rows: str = "", mesh: str = "dp=1") -> t
     model = models.gpt2(5, dropout=0.1)
     plan = planned(model, ROW.format(memory, bandwidth) + rows, mesh)
     ((_, found),) = prepare(plan, BATCHES[0]).chains.items()
-    return plan, [one.ways for _, one in found]
+    return plan, [one.treatments for _, one in found]
 
 
 def test_quick_copies_move_and_slow_ones_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def held(ways: Sequence[Treatment]) -> tuple[dict[str, int], list[torch.Tensor]]
     with TierCounter() as residence:
         out = model(torch.ones(16, 8))
         gc.collect()
-        now = residence.ledger.now()
+        now = residence.ledger.alive_bytes()
     beside = [out, *model.parameters()]
     now["device"] -= sum(one.untyped_storage().nbytes() for one in beside)
     out.square().sum().backward()

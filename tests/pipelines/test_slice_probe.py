@@ -91,7 +91,7 @@ def test_the_stand_in_is_small_and_drawn() -> None:
     mixed = Causal(layers=5)
     mixed.blocks[3].norm = nn.LayerNorm(16, elementwise_affine=False)
     small = small_copy(mixed)
-    assert len(small.model.blocks) == 4 and small.alike == {"blocks.4": "blocks.0"}
+    assert len(small.model.blocks) == 4 and small.representatives == {"blocks.4": "blocks.0"}
     assert len(small_copy(models.gpt2(8), short=False).model.transformer.h) == 8
 
 

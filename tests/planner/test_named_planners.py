@@ -171,7 +171,7 @@ def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
     whole = layers_of(chain, replace(WAY, zero=0), A100, Recipe())
     assert whole[1].state == unit.numel * 16
     most = layers_of(chain, replace(WAY, rows=(2, 1, 1, 1)), A100, Recipe())[1]
-    twice = {name: 2 * getattr(unit, name) for name in ("kept", "input", "handed")}
+    twice = {name: 2 * getattr(unit, name) for name in ("kept", "input", "output")}
     assert most == replace(layers[1], **twice)  # who has the most rows, keeps the most
 
 

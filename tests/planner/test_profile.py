@@ -198,7 +198,7 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
     assert [run.count for run in told.runs] == [run.count for run in played.runs]
     for first, second in ((a.unit, b.unit) for a, b in zip(told.runs, played.runs)):
         assert (first.name, first.numel) == (second.name, second.numel)
-        for name in ("kept", "input", "handed", "entering"):
+        for name in ("kept", "input", "output", "entering"):
             assert getattr(first, name) == pytest.approx(getattr(second, name), rel=0.01)
         for work, exactly in ((first.forward, second.forward), (first.backward, second.backward)):
             assert work.collectives == exactly.collectives

@@ -271,7 +271,7 @@ def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[
         if block.kind == "routed"
         and block.count % sizes.get(axis, block.count + 1) == 0
         and "tp" in sizes
-        and block.hidden % sizes["tp"] == 0
+        and block.hidden % sizes["tp"] == block.hidden % 2 == 0  # it is tried in halves
     ]
     return halves + [
         step(

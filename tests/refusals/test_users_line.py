@@ -55,7 +55,7 @@ CASES = {
     "Cursor.do": "sch['layers.*'].do(Split(style='col', over='tp'))",
     "Cursor.row": "sch['layers.*'].row('checkpont')",
     "Cursor.modules": "sch['nothing.*'].modules",
-    "Caller.__call__": "sch['layers.*'].checkpont()",
+    "PendingCall.__call__": "sch['layers.*'].checkpont()",
     "Program.train_step": "program.train_step({**batch, 'more': batch['ids']})",
     "Program.eval_step": "program.eval_step({'ids': 3})",
     "Program.generate": "program.generate(batch['ids'])",

@@ -163,7 +163,7 @@ def _dying(rank: int, folder: str, where: str) -> None:
     program.saved()
 
 
-@pytest.mark.parametrize("where", ["write", "indexed", "_write_lines"])
+@pytest.mark.parametrize("where", ["write_file", "write_index", "_write_lines"])
 def test_a_rank_that_dies_while_it_writes(tmp_path: Path, where: str) -> None:
     """The checkpoint before is the last whole one."""
     with pytest.raises(RankDied):

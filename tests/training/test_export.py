@@ -79,7 +79,7 @@ def in_shards(plan: Plan, path: str, model: nn.Module, most: int) -> tuple[int, 
         largest = max(largest, sum(one.nbytes for one in here if one is not None))
         return found
 
-    program_shards = type("Counting", (weight_export.GatheredTensors,), {"part": counted})
+    program_shards = type("Counting", (weight_export.GatheredTensors,), {"gather_box": counted})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(weight_export, "GatheredTensors", program_shards)
         program.export(path, model, shard=most)

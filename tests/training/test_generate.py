@@ -338,7 +338,7 @@ def _kept(plan: Plan, ready: Any) -> tuple[list[int], list[tuple[int, ...]], int
     cache = made.get("cache", made.get("past_key_values"))
     lines = [one for pair in cache.part(0)._held.values() for one in pair]
     size = sum(one.untyped_storage().nbytes() for one in lines)
-    return cache.turns.held.tolist(), [tuple(one.shape) for one in lines], size
+    return cache.turns.positions.tolist(), [tuple(one.shape) for one in lines], size
 
 
 def _long(size: tuple[int, int]) -> dict[str, Tensor]:

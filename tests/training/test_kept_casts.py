@@ -118,7 +118,7 @@ def test_what_is_gathered_or_fetched_is_cast_for_each_use(
 
 def _keeps(rows: str, mesh: str) -> bool:
     region = program_of(rows, mesh).assembly.region
-    region.begin()
+    region.begin_step()
     try:
         return region.casts is not None
     finally:

@@ -33,7 +33,7 @@ class BackgroundSave:
     """The save in flight of a program, and the host memory for its copies.
 
     copies   by index of the tensor: allocated by the first save, reused by later ones
-    failure  the error that ended the last save, equal on all ranks; raised once, by `wait`
+    failure  the error that ended the last save, equal on all ranks; raised once, by `finish`
     """
 
     thread: threading.Thread | None = None
@@ -52,7 +52,7 @@ class BackgroundSave:
         self.thread.start()
         atexit.register(self._at_exit)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the save in flight. Raises the error that has ended it."""
         if self.thread is not None:
             with waits_for_ranks():  # a wait for other ranks
@@ -71,7 +71,7 @@ class BackgroundSave:
                 for event in copied:  # then the device has copied all
                     devices.host_wait(event)
                 begun.write()
-        except BaseException as error:  # raised by the next `wait`, in the main thread
+        except BaseException as error:  # raised by the next `finish`, in the main thread
             self.failure = error
 
     def _at_exit(self) -> None:

@@ -75,7 +75,7 @@ class AttentionRecorder:
         self.asked: list[AttentionForm] = []
         self.dropped = False
 
-    def record(self, query: AttentionCall) -> None:
+    def add_query(self, query: AttentionCall) -> None:
         """Record a call."""
         q, k = query.q, query.k
         sinks, bias = query.sinks is not None, query.bias is not None
@@ -158,7 +158,7 @@ def run_attention(
     A query that the kernel declines, and computes by plain products, is recorded at `module`.
     """
     if ear is not None:
-        ear.record(query)
+        ear.add_query(query)
     elif query.dropout > 0:
         raise _unsupported(kernel, "dropout")
     if ear is None and kernel in DECLINE_REASONS and not torch.compiler.is_compiling():

@@ -156,7 +156,7 @@ def with_torch_signature(loss: Loss) -> Callable[..., Tensor]:
         plain = logits.ndim == 2 and not target.is_floating_point() and logits.has_loss()
         if not plain or weight is not None or size_average is not None or reduce is not None:
             return F.cross_entropy(
-                logits.whole(),
+                logits.full(),
                 target,
                 weight,
                 size_average,

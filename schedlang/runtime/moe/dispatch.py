@@ -139,7 +139,7 @@ class RoutedRows:
     return_steps: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)  # to wait for before the rows are used
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the rows in flight."""
         while self.works:
             self.works.pop()[0].wait()
@@ -162,11 +162,11 @@ class DispatchStep:
     def dispatch(self, way: RoutedRows, ahead: bool = False) -> RoutedRows:
         """Dispatch rows along this axis; return those that arrive.
 
-        ahead: do not wait for them; `wait` does.
+        ahead: do not wait for them; `finish` does.
         """
         if way.rows.is_meta:
             return self._without_values(way)
-        way.wait()
+        way.finish()
         assert way.counts is not None
         group, counts, device = self.group, way.counts[0], way.rows.device
         key, mine = self._constants(device)

@@ -406,7 +406,7 @@ class ShardedExperts:
         current = self._dispatch(parts.pop(0), chunks > 1)
         while True:
             after = self._dispatch(parts.pop(0), True) if parts else None
-            current.wait()
+            current.finish()
             done.append(
                 current.return_results(
                     self._run_experts(current.rows, current.experts, dtype, own, self.held)
