@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import VERBS, app, main
 from schedlang.diagnostics import codes
+from schedlang.garbage_collection import ProcessState
 from schedlang.ir.primitive import load_all, registry
 from tests import forks
 from tests.samples import SAMPLES
@@ -130,6 +131,7 @@ def test_usage_errors_are_json_where_it_is_asked_for(
 ) -> None:
     """What is wrong with the words of a command is a diagnostic, too (S109)."""
     monkeypatch.setattr(sys, "argv", ["schedlang", *words, "--json"])
+    monkeypatch.setattr(ProcessState, "own", False)  # as it was, after `main`
     with pytest.raises(SystemExit) as ended:
         main()
     told = json.loads(capsys.readouterr().out)
