@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Meter:
     """Figures of a run since the last query.
 
-    tokens   elements of `input_ids` in the batches so far, else rows; of all ranks
-    since    of the last query: seconds, step, tokens
+    tokens      elements of `input_ids` in the batches so far, else rows; of all ranks
+    last_query  of the last query: seconds, step, tokens
     """
 
     tokens: int = 0

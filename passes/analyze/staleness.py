@@ -34,8 +34,8 @@ class VersionTable:
     """The versions of weights that each microbatch uses, and the update to which it contributes.
 
     forward, backward  for each microbatch, the version that each stage reads
-    made               for each microbatch, the version that its gradients produce (from 1)
-    stage              parameter (first name) -> its stage
+    produced           for each microbatch, the version that its gradients produce (from 1)
+    stage_of           parameter (first name) -> its stage
     """
 
     forward: tuple[Versions, ...]

@@ -115,11 +115,12 @@ class Job:
 class PricedPlan:
     """One setting: its price, or why it has none.
 
-    knobs  values of knobs; of a proposed mesh its axes
-    mesh   sizes of all axes
-    peak   bytes of the fullest rank at its fullest moment; the state alone where that is too large
-    time   None where memory is too small already without activations
-    lacks  on unequal nodes: the most bytes that a rank needs beyond its own memory
+    knobs          values of knobs; of a proposed mesh its axes
+    mesh           sizes of all axes
+    peak           bytes of the fullest rank at its fullest moment; the state alone where that is
+                   too large
+    time           None where memory is too small already without activations
+    missing_bytes  on unequal nodes: the most bytes that a rank needs beyond its own memory
     """
 
     knobs: Mapping[str, Any]

@@ -44,9 +44,9 @@ class ForkedDraw:
 class PlanDraws:
     """The draws of a plan: the axes in a step's seed, and the draws from forked generators.
 
-    base   axes along which the random numbers of a step differ
-    sites  module -> its draws in the order of calls; None: from the generator of the step
-    why    the reason why masks must be drawn logically; "": they can be drawn natively
+    seed_axes       axes along which the random numbers of a step differ
+    sites           module -> its draws in the order of calls; None: from the generator of the step
+    logical_reason  the reason why masks must be drawn logically; "": they can be drawn natively
     """
 
     seed_axes: tuple[str, ...] = ()
@@ -141,9 +141,9 @@ def _first_holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 class RankDropout:
     """The draws of this rank in training.
 
-    used    the draws in effect; None: torch's default generator
-    native  the native draws, also where logical masks are in effect
-    why     the reason for logical masks
+    active          the draws in effect; None: torch's default generator
+    native          the native draws, also where logical masks are in effect
+    logical_reason  the reason for logical masks
     """
 
     active: LogicalDropout | NativeDropout | None = None

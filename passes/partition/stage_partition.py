@@ -197,16 +197,16 @@ Menu = Callable[[int, int, range, int], Iterable[StageOption]]
 class PartitionProblem:
     """A chain of units to be split into stages.
 
-    units    number of units of the chain
-    menu     the options of a stage, see `Menu`
-    micro    microbatches of a step
-    devices  number of devices in a row; each stage gets the next ones
-    sizes    numbers of devices that a stage may have
-    stages   number of stages; None: any number
-    long     of equal results, prefer the one whose first stage has the most units
-    send     (unit, device) -> seconds of a message to the stage that begins there
-    memory   bytes of a device
-    flight   number of later stages -> microbatches in flight in a stage
+    units              number of units of the chain
+    menu               the options of a stage, see `Menu`
+    micro              microbatches of a step
+    devices            number of devices in a row; each stage gets the next ones
+    sizes              numbers of devices that a stage may have
+    stages             number of stages; None: any number
+    prefer_long_first  of equal results, prefer the one whose first stage has the most units
+    send               (unit, device) -> seconds of a message to the stage that begins there
+    memory             bytes of a device
+    flight             number of later stages -> microbatches in flight in a stage
     """
 
     units: int

@@ -47,13 +47,14 @@ CONTAINERS = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList
 class Staged:
     """The stages of a plan: the recorded cut, the timeline, and the place of each stage.
 
-    homes     homes[replica][stage] is a place along the pipeline's axis
-    trunk     modules that are gathered one by one, where rows slice or move parameters
-    outside   (module, enclosing module): called while the enclosing module does not run (in DiT
-              other code calls the embedding of the first block)
-    lent      parameters that are read or replaced while their unit of the cut does not run, or that
-              the forward writes into
-    recorded  outputs of units when the model was recorded
+    homes                   homes[replica][stage] is a place along the pipeline's axis
+    trunk                   modules that are gathered one by one, where rows slice or move
+                            parameters
+    outside_calls           (module, enclosing module): called while the enclosing module does not
+                            run (in DiT other code calls the embedding of the first block)
+    unsliceable_parameters  parameters that are read or replaced while their unit of the cut does
+                            not run, or that the forward writes into
+    recorded                outputs of units when the model was recorded
     """
 
     cut: StageSplit

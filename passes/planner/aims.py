@@ -180,8 +180,8 @@ def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
 class ChoiceSearch:
     """Best-first search over offers: an offer is evaluated when no other can be worth less.
 
-    find  finds the best setting of a job
-    seen  evaluated offers, including those that end too late
+    find       finds the best setting of a job
+    evaluated  evaluated offers, including those that end too late
     """
 
     profiles: Callable[[Placement], object]

@@ -26,10 +26,10 @@ Model = Callable[[Array], Array]
 class Fit:
     """The most likely constants.
 
-    logs    their logarithms; `deviations` the standard deviations of these
-    off     logarithm of predicted over measured seconds [runs]
-    alone   `log_errors` of each run under a fit without that run, by linearisation at the optimum
-            (PRESS, Allen 1974)
+    logs                 their logarithms; `deviations` the standard deviations of these
+    log_errors           logarithm of predicted over measured seconds [runs]
+    left_out_log_errors  `log_errors` of each run under a fit without that run, by linearisation at
+                         the optimum (PRESS, Allen 1974)
     """
 
     logs: Array

@@ -29,9 +29,10 @@ Messages = Mapping[tuple[int, int], float]  # (source host, target host) -> byte
 class Traffic:
     """Bytes of a step between hosts.
 
-    reduced   of an all-reduce over all hosts
-    messages  between pairs of hosts
-    rings     hosts of a ring -> bytes on each of its links, in whatever order it visits the hosts
+    all_reduced  of an all-reduce over all hosts
+    messages     between pairs of hosts
+    rings        hosts of a ring -> bytes on each of its links, in whatever order it visits the
+                 hosts
     """
 
     all_reduced: float

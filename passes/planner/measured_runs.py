@@ -212,9 +212,9 @@ IDENTIFIED = 0.75 * PRIOR  # a constant is identified if its deviation falls by 
 class FittedRuns:
     """A machine, and how well it predicts the runs that it was fitted to.
 
-    how    for each constant: how far off it may be, or why it was not fitted
-    kept   constants that were not fitted
-    told   predicted seconds of each run; `left_out` the same with that run left out of the fit
+    remarks    for each constant: how far off it may be, or why it was not fitted
+    unfitted   constants that were not fitted
+    predicted  predicted seconds of each run; `left_out` the same with that run left out of the fit
     """
 
     cluster: Cluster

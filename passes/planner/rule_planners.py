@@ -19,11 +19,11 @@ Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds 
 class JobFacts:
     """Facts of a job for rules.
 
-    needs    bytes of the fullest rank under a setting
-    state    bytes of the model's full state on one device; `largest` of one layer
-    layers   that a pipeline may split between; `heads` that tensor parallelism must divide
-    rows     of the batch of a step
-    fast     whether links between nodes are as fast as links inside of nodes
+    needs         bytes of the fullest rank under a setting
+    state         bytes of the model's full state on one device; `largest` of one layer
+    layers        that a pipeline may split between; `heads` that tensor parallelism must divide
+    rows          of the batch of a step
+    fast_network  whether links between nodes are as fast as links inside of nodes
     """
 
     ranks: int

@@ -80,12 +80,14 @@ class Counts:
 class SearchResult:
     """The best setting so far.
 
-    best      None while nothing fits
-    floor     lower bound: no setting takes fewer seconds, as far as is known
-    done      whether the search has ended: `best` is the optimum
-    by        words for the planner that gave the best, where the search is that of a named planner
-    rejected  the best of other kinds, each with the reason why it is not the best
-    refused   placements that the model does not have, each with its refusal, the first of each code
+    best         None while nothing fits
+    floor        lower bound: no setting takes fewer seconds, as far as is known
+    done         whether the search has ended: `best` is the optimum
+    attribution  words for the planner that gave the best, where the search is that of a named
+                 planner
+    rejected     the best of other kinds, each with the reason why it is not the best
+    refused      placements that the model does not have, each with its refusal, the first of each
+                 code
     """
 
     best: EvaluatedSetting | None

@@ -54,13 +54,13 @@ MIN_TOKENS = 1024  # minimal tokens of a rank of `cp`, or of a slice, where noth
 class Job:
     """A batch to train on a cluster.
 
-    ranks    of the cluster; `rows` of the batch of a full step
-    length   tokens of a row, where it may be split; 0 where it may not
-    experts  of a layer, where they may be spread over ranks; 0 where there are none
-    sliced   whether the model can run on slices of a row, one after the other
-    across   whether tensors may be sharded across nodes
-    offload  whether activations and optimizer state may be on the host
-    worth    upper bound of the mean speed of a rank, where `cluster` has speed 1
+    ranks            of the cluster; `rows` of the batch of a full step
+    length           tokens of a row, where it may be split; 0 where it may not
+    experts          of a layer, where they may be spread over ranks; 0 where there are none
+    can_slice        whether the model can run on slices of a row, one after the other
+    tp_across_nodes  whether tensors may be sharded across nodes
+    can_offload      whether activations and optimizer state may be on the host
+    relative_speed   upper bound of the mean speed of a rank, where `cluster` has speed 1
     """
 
     ranks: int
@@ -82,7 +82,7 @@ class Candidates:
 
     one          index into `chains`, which differ in rows of a microbatch and in offloading
     order, axes  indices into `names` and into LAYS
-    lays         distinct orders of axes, by ranks of the pipeline
+    axis_orders  distinct orders of axes, by ranks of the pipeline
     """
 
     chains: tuple[Chain, ...]

@@ -19,10 +19,10 @@ TIE_RATIO = 1 - 1e-12  # sums in another order differ by rounding, which must no
 class Layer:
     """One layer on one device of speed 1: seconds of a microbatch, and bytes.
 
-    weights  that replicas all-reduce; `state` with all that the optimizer has
-    kept     saved activations of a microbatch; `input` what is saved with recomputation
-    handed   sent to the next layer
-    meets    activations that ranks of a split layer send each other, in each direction
+    weights    that replicas all-reduce; `state` with all that the optimizer has
+    kept       saved activations of a microbatch; `input` what is saved with recomputation
+    output     sent to the next layer
+    exchanged  activations that ranks of a split layer send each other, in each direction
     """
 
     forward: float
@@ -39,9 +39,9 @@ class Layer:
 class Devices:
     """Devices in a row; each `node` of them share the faster link.  Bytes, bytes per second.
 
-    speeds  of each device (none: all 1); `host` and `offload_to_peer` the links for offloading
-            activations
-    rooms   memory of each device, `memory` at most (none: all have `memory`)
+    speeds    of each device (none: all 1); `host` and `offload_to_peer` the links for offloading
+              activations
+    memories  memory of each device, `memory` at most (none: all have `memory`)
     """
 
     count: int

@@ -61,12 +61,14 @@ def powers_of_two(count: int) -> tuple[int, ...]:
 class StagePlanner:
     """A planner that splits a chain of layers into stages.
 
-    paper     authors and venue
-    leaves    what this implementation leaves out
-    alike     all stages have equally many devices, split in the same way; every such grid is tried
-    links     messages between stages take time
-    arranged  unequal devices may be in any order
-    unlike    the paper has devices of unequal speed; else the planner takes all devices to be equal
+    paper             authors and venue
+    omits             what this implementation leaves out
+    equal_stages      all stages have equally many devices, split in the same way; every such grid
+                      is tried
+    links             messages between stages take time
+    arranges_devices  unequal devices may be in any order
+    heterogeneous     the paper has devices of unequal speed; else the planner takes all devices to
+                      be equal
     """
 
     paper: str

@@ -40,29 +40,40 @@ Loss = Callable[..., Any]
 class Original:
     """The results of one forward of the original.
 
-    labels    how losses read their labels
-    label_counts  number of counted labels, of each mean of cross-entropies whose labels are known
-    read      keys of the batch that the user's loss function reads
-    unread    keys of the batch that neither this loss nor the forward takes
-    random    whether an operator draws random numbers
-    drawn     (module, turn) of each random mask -> its full shape; (): unknown
-    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
-    apart     draws that several ranks cannot make equal -> module and line of the model
-    reached   parameters that the loss depends on, for all values
-    reenters  whether the model has reentrant checkpoints, whose backward runs another backward
-    ungraded  modules that are called without a graph, in such a checkpoint or by a teacher -> the
-              `autograd.Function` in whose forward they are called, if any
-    outside   (module, enclosing module): called while the enclosing module does not run
+    labels                     how losses read their labels
+    label_counts               number of counted labels, of each mean of cross-entropies whose
+                               labels are known
+    loss_keys                  keys of the batch that the user's loss function reads
+    unread_keys                keys of the batch that neither this loss nor the forward takes
+    is_random                  whether an operator draws random numbers
+    mask_shapes                (module, turn) of each random mask -> its full shape; (): unknown
+    unbatched_masks            (module, turn) of each mask -> it has no dim of samples; empty where
+                               all have one
+    unequal_draws              draws that several ranks cannot make equal -> module and line of the
+                               model
+    reached_parameters         parameters that the loss depends on, for all values
+    has_reentrant_checkpoints  whether the model has reentrant checkpoints, whose backward runs
+                               another backward
+    no_grad_modules            modules that are called without a graph, in such a checkpoint or by a
+                               teacher -> the `autograd.Function` in whose forward they are called,
+                               if any
+    outside_calls              (module, enclosing module): called while the enclosing module does
+                               not run
     overwrites modules that write into their input tensors
-    lent      (parameter, enclosing module): read or replaced while that module does not run
-    rewritten parameters that the forward writes into: moving averages, clipped weights
-    derives   modules whose own forward takes a gradient -> the line of the model that does
-    lossless  the message where there is no loss to train with
-    asked     whether the model read values: other values may reach fewer parameters
-    truths    whether conditions of the model are decided by the batch; else all are false
-    wanders   modules whose number or order of calls depends on values; also uncalled modules then
-    entries   modules in the order of their first call, and how often each is called
-    choices   modules that choose by values (a top-k) -> the call that does
+    outside_parameters       (parameter, enclosing module): read or replaced while that module does
+                             not run
+    rewritten_parameters     parameters that the forward writes into: moving averages, clipped
+                             weights
+    differentiating_modules  modules whose own forward takes a gradient -> the line of the model
+                             that does
+    missing_loss             the message where there is no loss to train with
+    reads_values             whether the model read values: other values may reach fewer parameters
+    uses_batch_conditions    whether conditions of the model are decided by the batch; else all are
+                             false
+    varying_modules          modules whose number or order of calls depends on values; also uncalled
+                             modules then
+    call_counts              modules in the order of their first call, and how often each is called
+    choosing_modules         modules that choose by values (a top-k) -> the call that does
     """
 
     labels: tuple[LabelRule, ...] = ()

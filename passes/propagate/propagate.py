@@ -75,20 +75,28 @@ RESHAPES = ("view", "reshape", "unflatten")
 class Traced(Original):
     """The results of two forwards: of the original, and of the copy sharded by the plan.
 
-    edges     module -> its edges; their process groups do not exist yet
-    kinds     module -> how the module computes (Linear, Conv1D, Embedding; "": unchanged)
-    numbers   attributes to be divided: (module, attribute, local value)
-    counted   module -> sizes of its arguments that the module reads, and that must be divided
-    parts     module -> its full arguments of which the module needs only this rank's shard
-    partial   parameter -> axes over which its gradient is partial and must be reduced
-    masks     (module, turn) of a random draw -> full shape and split dims by axis
-    layouts   (module, turn) -> notes on the input tensors and on the output tensors, None where
-              unknown; empty where nothing is sharded
-    uncalled  sharded modules that this batch did not reach: the layouts of their inputs are unknown
-    saved     how ranks split tensors that modules save in fewer bits; None: they do not split
-    statistics  sums over all rows that must be reduced over the ranks that share a batch
-    sharing   modules whose input tensor is also redistributed, in the same way, by another module
-    written   whether this shared tensor is written in place between the two modules
+    edges                    module -> its edges; their process groups do not exist yet
+    kinds                    module -> how the module computes (Linear, Conv1D, Embedding; "":
+                             unchanged)
+    local_numbers            attributes to be divided: (module, attribute, local value)
+    counted_sizes            module -> sizes of its arguments that the module reads, and that must
+                             be divided
+    narrowed_arguments       module -> its full arguments of which the module needs only this rank's
+                             shard
+    partial                  parameter -> axes over which its gradient is partial and must be
+                             reduced
+    mask_layouts             (module, turn) of a random draw -> full shape and split dims by axis
+    layouts                  (module, turn) -> notes on the input tensors and on the output tensors,
+                             None where unknown; empty where nothing is sharded
+    uncalled                 sharded modules that this batch did not reach: the layouts of their
+                             inputs are unknown
+    saved_splits             how ranks split tensors that modules save in fewer bits; None: they do
+                             not split
+    statistics               sums over all rows that must be reduced over the ranks that share a
+                             batch
+    sharing_modules          modules whose input tensor is also redistributed, in the same way, by
+                             another module
+    is_shared_input_written  whether this shared tensor is written in place between the two modules
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)

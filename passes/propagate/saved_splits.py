@@ -45,11 +45,11 @@ Turn = tuple[str, bool, int]  # module that saves, whether ranks split the tenso
 class WeightSplits:
     """Splits of tensors that compressed modules save, over the axis that splits weights.
 
-    splits  place -> for full tensors of one `_ShapeKey`, the dim that is split, or None
-    blocks  module -> sizes of its outputs side by side (queries, keys, values); a rank has a shard
-            of each
-    same    (compressed module, turn) -> the turn of the same call that saves this tensor on a rank
-            (None: no turn), where the turn differs from that in the full model
+    splits      place -> for full tensors of one `_ShapeKey`, the dim that is split, or None
+    blocks      module -> sizes of its outputs side by side (queries, keys, values); a rank has a
+                shard of each
+    same_turns  (compressed module, turn) -> the turn of the same call that saves this tensor on a
+                rank (None: no turn), where the turn differs from that in the full model
     """
 
     ranks: int

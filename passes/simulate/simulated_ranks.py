@@ -47,9 +47,9 @@ PARTNER_KINDS = {
 class SimulatedRank:
     """Effects of the operations of a few microbatches on one rank, in the order of their runs.
 
-    ops     `operation_key` of an operation -> its runs
-    rest    runs after the last operation
-    parked  stage -> bytes of a microbatch that a partner holds for a while
+    ops            `operation_key` of an operation -> its runs
+    rest           runs after the last operation
+    partner_bytes  stage -> bytes of a microbatch that a partner holds for a while
     """
 
     rank_class: RankClass
@@ -76,7 +76,7 @@ class OperationRun(NamedTuple):
 class SimulatedRanks:
     """The classes of ranks, and the simulation that stands for each.
 
-    parked  stage -> bytes that a microbatch's forward moves to a partner
+    partner_bytes  stage -> bytes that a microbatch's forward moves to a partner
     """
 
     classes: tuple[RankClass, ...]

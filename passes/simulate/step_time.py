@@ -46,9 +46,9 @@ class StepSeconds:
 class Measurement:
     """Times of a pipeline that a run measured, in seconds.
 
-    means   of each kind of operation at each stage
-    rest    of a step outside of its pipeline: gradient reductions, the update
-    mesh, micro, slices   of the measured run
+    means                of each kind of operation at each stage
+    rest                 of a step outside of its pipeline: gradient reductions, the update
+    mesh, micro, slices  of the measured run
     """
 
     means: Mapping[tuple[str, int], float]
@@ -416,7 +416,7 @@ MS_PER_SECOND = 1000.0
 class RankRates:
     """Rates of a rank and a link: FLOPs and bytes a second.
 
-    slower  for each pipeline place: how much slower its ranks are; () where all are equally fast
+    slowdowns  for each pipeline place: how much slower its ranks are; () where all are equally fast
     """
 
     speed: float

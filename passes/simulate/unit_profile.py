@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class UnitProfile:
     """One unit in one microbatch: from its call to the next unit's call, and its backward.
 
-    kept      bytes that its forward saves for its backward, its output included
-    most      the most bytes of forward or backward besides those saved until then
-    given     bytes of inputs that get a gradient and that only the previous unit has made
-    loose     those of `new_inputs` that nothing holds once the unit has run
-    carried   `new_inputs`, and inputs that earlier units have made
-    outputs   bytes of outputs of its modules with parameters
-    modules   modules outside of units that are first called in this unit, in call order
+    saved         bytes that its forward saves for its backward, its output included
+    peak          the most bytes of forward or backward besides those saved until then
+    new_inputs    bytes of inputs that get a gradient and that only the previous unit has made
+    freed_inputs  those of `new_inputs` that nothing holds once the unit has run
+    inputs        `new_inputs`, and inputs that earlier units have made
+    outputs       bytes of outputs of its modules with parameters
+    modules       modules outside of units that are first called in this unit, in call order
     """
 
     name: str
@@ -133,10 +133,10 @@ def _add_work(ran: Sequence[SegmentUse]) -> SegmentWork:
 class _Calls:
     """Marks in a footprint which unit runs; records the order of calls, and inputs of units.
 
-    order     of the first microbatch; later microbatches find the last unit by it
-    given     of each unit
-    outputs   of each unit, bytes
-    modules   outside of units -> the unit in which they are first called
+    order    of the first microbatch; later microbatches find the last unit by it
+    given    of each unit
+    outputs  of each unit, bytes
+    modules  outside of units -> the unit in which they are first called
     """
 
     footprint: Footprint

@@ -143,11 +143,12 @@ ORDER_NAMES = frozenset(
 class Replacement(NamedTuple):
     """The replacement of an argument that other systems have and schedlang has not.
 
-    here  the argument to write instead, `{}` being its value; "": drop the argument; None: the
-          whole row becomes `row`. Of several, separated by commas, the one with `{}`, or the first,
-          is the replacement; the others are defaults that another argument of their name replaces
-    why   a note for the reader
-    row   another row: instead of this one, or (with `argument`) in addition to it
+    argument  the argument to write instead, `{}` being its value; "": drop the argument; None: the
+              whole row becomes `row`. Of several, separated by commas, the one with `{}`, or the
+              first, is the replacement; the others are defaults that another argument of their name
+              replaces
+    why       a note for the reader
+    row       another row: instead of this one, or (with `argument`) in addition to it
     """
 
     argument: str | None = ""

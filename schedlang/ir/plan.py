@@ -107,12 +107,14 @@ def place_at_row(refusal: Refusal, row: Action | None) -> Refusal:
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions. Every change makes a new plan.
 
-    layouts     parameter (first name) -> Layout, where it is sharded or padded
-    boundaries  module -> its boundaries, one per axis that shards it
-    computes    module -> the kind of computation that a row chose for it; else its class decides
-    told        module -> the options of that computation, from the row
-    spread      parameters (first names) sharded over an axis that splits the batch too: collectives
-                of their modules make the gradients full over it; sums over replicas leave it out
+    layouts                 parameter (first name) -> Layout, where it is sharded or padded
+    boundaries              module -> its boundaries, one per axis that shards it
+    computes                module -> the kind of computation that a row chose for it; else its
+                            class decides
+    kind_options            module -> the options of that computation, from the row
+    batch_split_parameters  parameters (first names) sharded over an axis that splits the batch too:
+                            collectives of their modules make the gradients full over it; sums over
+                            replicas leave it out
     """
 
     model: ModelFacts = field(compare=False, repr=False)

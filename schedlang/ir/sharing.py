@@ -256,8 +256,8 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RowIndex:
-    """The positions in `rows` of the rows `at` each module, and of the rows `rows_below` it (at its
-    contents).
+    """The positions in `rows` of the rows `rows_at` each module, and of the rows `rows_below` it
+    (at its contents).
 
     `one_by_one`: some row was applied to its modules one by one, and may have made equal modules
     different.

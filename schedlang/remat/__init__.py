@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class RecomputedRegion:
     """Modules, in call order, that are recomputed from their saved inputs.
 
-    save    classes of operators whose results are saved for the recomputation
-    chosen  single operators whose results are saved
-    once    an input that occurs several times, in one call or in several, is saved once
+    saved_classes    classes of operators whose results are saved for the recomputation
+    saved_operators  single operators whose results are saved
+    dedupe_inputs    an input that occurs several times, in one call or in several, is saved once
     """
 
     modules: tuple[str, ...]

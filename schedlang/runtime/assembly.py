@@ -40,13 +40,14 @@ WeightFunction = Callable[[Batch], float]
 class Assembly:
     """All that `build` puts together on one rank, and that a `Program` runs.
 
-    parameters  first name -> this rank's tensor, for the stages of this rank
-    sums        reductions after the last backward, in this order on all ranks
-    dropout     how masks are drawn: logically or natively; None: by torch's own generators
-    native      how masks would be drawn natively where `dropout` is logical: a proof reads it
-    early       the reductions that begin as soon as a stage has ended; None: there are none
-    region      the dtype in which modules compute, and casts that a step keeps; None: no casts
-    weight      the weight of a part of the batch in the mean loss
+    parameters        first name -> this rank's tensor, for the stages of this rank
+    reductions        reductions after the last backward, in this order on all ranks
+    dropout           how masks are drawn: logically or natively; None: by torch's own generators
+    native            how masks would be drawn natively where `dropout` is logical: a proof reads it
+    early_reductions  the reductions that begin as soon as a stage has ended; None: there are none
+    region            the dtype in which modules compute, and casts that a step keeps; None: no
+                      casts
+    weight            the weight of a part of the batch in the mean loss
     """
 
     module: nn.Module

@@ -22,8 +22,8 @@ Moment = int | tuple[int, int]  # a step, or (step, evaluation)
 class Scope:
     """One microbatch of one step; `samples` are the global ids of its rows, in row order.
 
-    evaluation  the number of this evaluation since the last step, from 1; 0: training
-    even        returns whether the parts of all ranks have the same shapes, where known
+    evaluation   the number of this evaluation since the last step, from 1; 0: training
+    same_shapes  returns whether the parts of all ranks have the same shapes, where known
     """
 
     step: int
@@ -42,8 +42,8 @@ class Scope:
 class PassFrame:
     """The position within one pass over a model: modules entered, and calls per site.
 
-    turn   number of the pass over an outermost module; None in a pass that is repeated
-    memo   notes of the pass for its repetition; see `pass_memo`
+    pass_number  number of the pass over an outermost module; None in a pass that is repeated
+    memo         notes of the pass for its repetition; see `pass_memo`
     """
 
     modules: list[tuple[int, str]] = field(

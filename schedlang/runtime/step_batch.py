@@ -41,8 +41,8 @@ from schedlang.runtime.device import has_float64
 class SplitBatch:
     """This rank's microbatches and their weights, and the weights of all ranks.
 
-    everyone  for each replica, the weight of each of its microbatches
-    even      returns whether the parts of all ranks have the same shapes
+    weights_of_ranks  for each replica, the weight of each of its microbatches
+    same_shapes       returns whether the parts of all ranks have the same shapes
     """
 
     parts: Sequence[BatchPart]

@@ -26,9 +26,9 @@ InputOutputDims = tuple[int | None, int | None]
 class FixedRows:
     """Rows that stay as they were written, by the axes along which they split.
 
-    pins   axes -> common names of split parameters -> dim
-    told   axes -> modules with rows -> dims of input and output that the rows give
-    above  rows of no axis, before all others
+    pins        axes -> common names of split parameters -> dim
+    row_dims    axes -> modules with rows -> dims of input and output that the rows give
+    first_rows  rows of no axis, before all others
     """
 
     rows: tuple[tuple[str, ProposedRow], ...] = ()

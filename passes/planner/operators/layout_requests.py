@@ -33,13 +33,14 @@ class LayoutRequest:
     """A request for the layout of one axis.
 
     ranks, stride  of the axis; neighbouring ranks are `stride` apart
-    mode    `tensors`: every rank has all rows; `rows`: each has some, as in data parallelism
-    name    of a dim: it is split wherever it occurs, and nothing else is (Mesh-TensorFlow)
-    pins    common names of parameters -> the dim that is split (WHOLE: none)
-    tokens  whether activations may be split along a sequence, in the mode `tensors`
-    zero    stage of ZeRO for replicated parameters, in the mode `rows`
-    kept    whether results are saved for the backward, and count among the bytes
-    told    modules with rows -> dims that these rows give for the first input and for the output
+    mode           `tensors`: every rank has all rows; `rows`: each has some, as in data parallelism
+    name           of a dim: it is split wherever it occurs, and nothing else is (Mesh-TensorFlow)
+    pins           common names of parameters -> the dim that is split (WHOLE: none)
+    tokens         whether activations may be split along a sequence, in the mode `tensors`
+    zero           stage of ZeRO for replicated parameters, in the mode `rows`
+    counts_saved   whether results are saved for the backward, and count among the bytes
+    row_dims       modules with rows -> dims that these rows give for the first input and for the
+                   output
     """
 
     ranks: int

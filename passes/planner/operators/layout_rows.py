@@ -62,8 +62,8 @@ class AxisLayout:
 
     The solution's seconds and bytes are those of all axes.
 
-    refused  reasons of refused options, which are banned
-    above    rows of substitutions, of all axes
+    refused     reasons of refused options, which are banned
+    first_rows  rows of substitutions, of all axes
     """
 
     axis: str

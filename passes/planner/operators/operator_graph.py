@@ -33,10 +33,10 @@ Dim = tuple[str, int]  # the name of a value, and the index of one of its dims
 class Node:
     """Steps of equal blocks; `count` of them in the full model.
 
-    kernels  number of operators; 0 where another node's kernel does its work
-    within   values that stay inside a kernel: neither moved nor saved
-    again    whether its forward is recomputed in the backward
-    forgets  its results that are not saved until then
+    kernels        number of operators; 0 where another node's kernel does its work
+    inside_kernel  values that stay inside a kernel: neither moved nor saved
+    recomputed     whether its forward is recomputed in the backward
+    not_saved      its results that are not saved until then
     """
 
     key: Key
@@ -74,9 +74,10 @@ class Edge:
 class Graph:
     """Nodes in the order of the forward, edges, and their values.
 
-    values  by name: of a parameter or input its own, else that of the node with the result's number
-    scale   rows of the full batch for each recorded row
-    wide    bytes of a reduced gradient for each byte of a parameter in the compute dtype
+    values      by name: of a parameter or input its own, else that of the node with the result's
+                number
+    scale       rows of the full batch for each recorded row
+    grad_ratio  bytes of a reduced gradient for each byte of a parameter in the compute dtype
     """
 
     nodes: list[Node] = field(default_factory=list)

@@ -38,7 +38,8 @@ MAX_GRAPHS = 64  # maximal number of graphs that are priced
 class Substitution:
     """A row that preserves the results, and the nodes that it affects.
 
-    again  whether the nodes are recomputed for the backward; else one kernel replaces all of them
+    recompute  whether the nodes are recomputed for the backward; else one kernel replaces all of
+               them
     """
 
     row: ProposedRow

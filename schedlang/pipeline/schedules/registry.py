@@ -65,24 +65,25 @@ def flush_bubble(size: Size) -> Fraction:
 class Order:
     """A named order.
 
-    make      compute operations of every rank, in order; sizes are legal
-    problem   why sizes are not legal and which would be, or None
-    chunks    legal numbers of stages per rank, the default first; None: any, by default
-              `default_chunks`
-    alone     also legal with one stage per rank, where `chunks` is None and the default is more
-    bubble    closed form of the idle time of a rank between its first and its last operation, with
-              F, I and W of a rank's full share and free transfers; None: unknown, for any size or
-              for this one
-    peak      closed form of the most live activations of any rank, in microbatches of one rank's
-              share
-    replicas  copies of the stages; each microbatch goes through one of them
-    sliced    whether it slices sequences (`slices`)
-    relaxed   words for what its result may change besides rounding; with "staleness" it updates
-              inside the step (`every`)
-    kept      share of a microbatch's activations between I and W, where its paper counts less than
-              one; used where no `Cost.kept` is given
-    searched  whether finding it takes seconds: then pictures do not make it at many sizes
-    source    the paper or system, with its year and number
+    make              compute operations of every rank, in order; sizes are legal
+    problem           why sizes are not legal and which would be, or None
+    chunks            legal numbers of stages per rank, the default first; None: any, by default
+                      `default_chunks`
+    allows_one_stage  also legal with one stage per rank, where `chunks` is None and the default is
+                      more
+    bubble            closed form of the idle time of a rank between its first and its last
+                      operation, with F, I and W of a rank's full share and free transfers; None:
+                      unknown, for any size or for this one
+    peak              closed form of the most live activations of any rank, in microbatches of one
+                      rank's share
+    replicas          copies of the stages; each microbatch goes through one of them
+    sliced            whether it slices sequences (`slices`)
+    relaxed           words for what its result may change besides rounding; with "staleness" it
+                      updates inside the step (`every`)
+    kept              share of a microbatch's activations between I and W, where its paper counts
+                      less than one; used where no `Cost.kept` is given
+    searched          whether finding it takes seconds: then pictures do not make it at many sizes
+    source            the paper or system, with its year and number
     """
 
     name: str

@@ -155,8 +155,8 @@ _SHOWN = 3  # differing parts of an item that are shown
 class AgreementItem:
     """Something that must be equal on all ranks: its name, and its parts as text.
 
-    held   a rank has only some parts: parts that several ranks have are compared
-    shown  the texts are readable; else a message only says that they differ
+    partial   a rank has only some parts: parts that several ranks have are compared
+    readable  the texts are readable; else a message only says that they differ
     """
 
     name: str

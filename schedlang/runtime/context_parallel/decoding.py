@@ -69,10 +69,11 @@ class CacheAssignment:
 class Decoding:
     """A forward of new tokens, which all ranks compute, over keys that are split over the ranks.
 
-    held    positions of this rank's keys, in cache order
-    own     the indices of the new tokens that this rank caches
-    shapes  for shapes only, without communication
-    given   keys and values that the cache has returned to attentions that have not used them yet
+    key_positions  positions of this rank's keys, in cache order
+    cached_tokens  the indices of the new tokens that this rank caches
+    shapes         for shapes only, without communication
+    returned       keys and values that the cache has returned to attentions that have not used them
+                   yet
     """
 
     key_positions: Tensor

@@ -50,10 +50,11 @@ class AttentionMethod:
 class AttentionCall:
     """The arguments of an attention call; query, key, value: [rows, heads, local tokens, size].
 
-    drawn  the result of `SequenceShard.draw`, if the model's own dropout of weights ran before
-    blind  the result for a query that sees no key: "zero", or the "mean" of all values; "scores":
-           the mean, and its scores have a gradient (`eager` attention of transformers, which adds
-           very low numbers to hidden scores)
+    dropout_mask   the result of `SequenceShard.draw`, if the model's own dropout of weights ran
+                   before
+    unseen_result  the result for a query that sees no key: "zero", or the "mean" of all values;
+                   "scores": the mean, and its scores have a gradient (`eager` attention of
+                   transformers, which adds very low numbers to hidden scores)
     """
 
     query: Tensor
@@ -420,14 +421,14 @@ RULES = _rules()
 class TokenSplit(SplitSequences):
     """The split of a model's sequences by tokens over ranks; found by a probe.
 
-    kind       kind of the layout
-    positions  whether the model gets `position_ids`
-    documents  whether positions that restart within a row separate documents
-    products   lines of the model that multiply queries and keys
-    follow     whether values that the model computes from the batch's integers and from positions
-               alone are computed for the full sequence
-    outputs    leaf of the output (by path) -> its dim of tokens
-    row        the row that splits the sequences, for refusals while they run
+    kind          kind of the layout
+    positions     whether the model gets `position_ids`
+    documents     whether positions that restart within a row separate documents
+    products      lines of the model that multiply queries and keys
+    follows_full  whether values that the model computes from the batch's integers and from
+                  positions alone are computed for the full sequence
+    outputs       leaf of the output (by path) -> its dim of tokens
+    row           the row that splits the sequences, for refusals while they run
     """
 
     kind: str

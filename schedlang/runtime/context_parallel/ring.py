@@ -51,11 +51,11 @@ Shape = tuple[int, ...]
 class Packet:
     """Tensors of some tokens, flattened and concatenated into one tensor for each dtype.
 
-    flats   one flat tensor for each dtype; booleans as bytes
-    dtypes  the dtypes of `flats`
-    shapes  the shapes of the tensors
-    dims    the dim of tokens of each tensor
-    lies    the index in `flats` of each tensor
+    flats           one flat tensor for each dtype; booleans as bytes
+    dtypes          the dtypes of `flats`
+    shapes          the shapes of the tensors
+    dims            the dim of tokens of each tensor
+    flat_of_tensor  the index in `flats` of each tensor
     """
 
     flats: tuple[Tensor, ...]

@@ -231,21 +231,22 @@ class TokenTags(NamedTuple):
 class AttentionMask:
     """The keys that a query sees, and the numbers that are added to its scores.
 
-    causal     no key after the query
-    back       no key more than so many tokens before the query: a window of W tokens, the query's
-               own included, is `back=W-1`
-    ahead      no key more than so many tokens after the query (a two-sided window)
-    chunk      only keys of the same chunk of so many tokens (position // chunk)
-    documents  integers [batch, local tokens]: only keys of the same document
-    present    booleans [batch, local tokens]: false for padding, which no query sees
-    slopes     [heads]: -slope * |q - k| is added (Press et al.: ALiBi, ICLR 2022); may be trained
-    counted    integers [batch, local tokens]: positions for `slopes`, if they are not those in the
-               sequence (padding on the left, packed documents)
-    rows       the local queries' rows of a mask that the model has made: [batch or 1, heads or 1,
-               local tokens or 1, tokens of the full sequence in its own order]; booleans (true:
-               visible), or numbers that are added, which may be trained
-    cap        scores become cap * tanh(score / cap) before everything else (Gemma 2)
-    sinks      [heads]: a score that takes part in the softmax and has no value (GPT-OSS)
+    causal           no key after the query
+    back             no key more than so many tokens before the query: a window of W tokens, the
+                     query's own included, is `back=W-1`
+    ahead            no key more than so many tokens after the query (a two-sided window)
+    chunk            only keys of the same chunk of so many tokens (position // chunk)
+    documents        integers [batch, local tokens]: only keys of the same document
+    present          booleans [batch, local tokens]: false for padding, which no query sees
+    slopes           [heads]: -slope * |q - k| is added (Press et al.: ALiBi, ICLR 2022); may be
+                     trained
+    alibi_positions  integers [batch, local tokens]: positions for `slopes`, if they are not those
+                     in the sequence (padding on the left, packed documents)
+    rows             the local queries' rows of a mask that the model has made: [batch or 1, heads
+                     or 1, local tokens or 1, tokens of the full sequence in its own order];
+                     booleans (true: visible), or numbers that are added, which may be trained
+    cap              scores become cap * tanh(score / cap) before everything else (Gemma 2)
+    sinks            [heads]: a score that takes part in the softmax and has no value (GPT-OSS)
 
     The result for a query that sees no key is 0.
     """

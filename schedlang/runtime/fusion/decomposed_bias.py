@@ -60,7 +60,7 @@ def product_without_bias(module: nn.Module, x: Tensor) -> Tensor:
 def _is_partial(edge: Any) -> bool:
     from schedlang.ir.placement import P
 
-    return isinstance(edge.computes, P)
+    return isinstance(edge.output_before, P)
 
 
 def _refused(why: str, help_: str) -> Refusal:

@@ -53,7 +53,7 @@ class RecordedOperator:
     """One operator.
 
     reads, writes  existing storages; `made`: new storages, with the index of the output
-    over           those of `writes` that are completely overwritten
+    overwrites     those of `writes` that are completely overwritten
     draw           its number among the draws from torch's generator; None: it does not draw
     state          of the generator, if it was set since the previous draw
     """

@@ -226,7 +226,7 @@ class KernelAttention:
     """An attention that `kernel` can compute.
 
     modules  those that look up their attention; empty where the module calls torch's
-    asked    the forms of attention that it calls
+    forms    the forms of attention that it calls
     error    the measured difference
     """
 

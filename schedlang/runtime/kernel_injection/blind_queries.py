@@ -37,10 +37,10 @@ UNEQUAL_ROWS = (
 class HiddenKeys(NamedTuple):
     """A mask for the fused kernel, and the queries whose keys the original mask hides.
 
-    blind   [.., queries, 1]: whether the original mask hides all keys of a query
-    filled  the replacement of such a query: zero, or NaN where eager attention gives NaN
-    mask    the mask; rows that hid all keys hide none, or only keys with still lower numbers
-    unlike  whether there are rows of the latter kind
+    blind        [.., queries, 1]: whether the original mask hides all keys of a query
+    replacement  the replacement of such a query: zero, or NaN where eager attention gives NaN
+    mask         the mask; rows that hid all keys hide none, or only keys with still lower numbers
+    unequal      whether there are rows of the latter kind
     """
 
     blind: Tensor

@@ -25,8 +25,8 @@ class LossScale:
 
     good      good steps since the last change
     overflow  the last step was skipped, on all ranks
-    last      the factor of the loss in the last step
-    noted     whether this rank found an overflow, by device, without a wait of the host
+    used      the factor of the loss in the last step
+    flags     whether this rank found an overflow, by device, without a wait of the host
     """
 
     scale: float

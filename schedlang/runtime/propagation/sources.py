@@ -43,10 +43,11 @@ class ProjectionUse:
 class ProjectionCalls:
     """The projections that were called, by name.
 
-    parts   sizes of the pieces that are split off the last dim of the projection's output
-    heads   size of the last dim after a view that splits the output's last dim into two
-    packed  first of the sizes after a view into three: concatenated outputs (q, k and v), or heads
-    read    line of the model that first uses the projection's output
+    piece_sizes    sizes of the pieces that are split off the last dim of the projection's output
+    head_sizes     size of the last dim after a view that splits the output's last dim into two
+    packed         first of the sizes after a view into three: concatenated outputs (q, k and v), or
+                   heads
+    reading_lines  line of the model that first uses the projection's output
     """
 
     uses: dict[str, ProjectionUse] = field(default_factory=dict)

@@ -34,8 +34,8 @@ PRODUCTS = {*SUMMING, "conv_transpose2d"}
 class Value:
     """A tensor between steps: an edge of the graph.
 
-    made   the name of the parameter or the input; "" for a step's result
-    varies whether it is computed from the batch or from parameters, and may be split with them
+    name    the name of the parameter or the input; "" for a step's result
+    varies  whether it is computed from the batch or from parameters, and may be split with them
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Step:
     module      the kind of a module; "" for a call
     kind        "product", "attention" or "other"
     fills       whether it fills a tensor with a constant
-    kept        whether its results are new memory, and not views of its inputs
+    allocates   whether its results are new memory, and not views of its inputs
     kernels     how many operators a module runs; they move `inside` bytes within the module
     """
 

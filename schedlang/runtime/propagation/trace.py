@@ -150,14 +150,15 @@ class Trace(TorchFunctionMode):
 class ModuleStack:
     """The stack of running modules; `watch` wraps the forwards of a throwaway copy.
 
-    mains    the main tensor among the arguments of each frame
-    turns    modules in the order of their first call, and how often each was called
-    outside  (module, enclosing module) where the module is called while the enclosing one is idle
+    mains       the main tensor among the arguments of each frame
+    turns       modules in the order of their first call, and how often each was called
+    outside     (module, enclosing module) where the module is called while the enclosing one is
+                idle
     overwrites  modules that write into a tensor among their arguments
-    lending  records parameters that are read, replaced or written outside their modules, or None
-    muted    above 0 in opaque modules: nothing is recorded
-    seen     called with each call's frame and arguments, then with its frame and results
-    broke    the innermost call that has raised
+    access      records parameters that are read, replaced or written outside their modules, or None
+    muted       above 0 in opaque modules: nothing is recorded
+    observer    called with each call's frame and arguments, then with its frame and results
+    broke       the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])

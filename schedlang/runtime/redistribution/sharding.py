@@ -25,9 +25,9 @@ NOWHERE = -1
 class SliceArray(Sequence[TensorSlice]):
     """Parts of tensors of one shape, stored as arrays; a `TensorSlice` is made when it is indexed.
 
-    numbers   [parts, dims]: the number of a part's list of cells in each dim
-    cells     for each dim an array of rows (number of the list, start in the part, start in the
-              full tensor, length), ascending by number
+    numbers  [parts, dims]: the number of a part's list of cells in each dim
+    cells    for each dim an array of rows (number of the list, start in the part, start in the full
+             tensor, length), ascending by number
     """
 
     def __init__(self, numbers: Array, cells: Sequence[Array]) -> None:
@@ -110,8 +110,8 @@ class SliceArray(Sequence[TensorSlice]):
 class Sharding:
     """The placement of tensors of one shape on the ranks of a job.
 
-    parts   the distinct parts; shared between shardings that differ only in the holding ranks
-    of      for each rank of the job the index of the part that it holds, or NOWHERE
+    parts         the distinct parts; shared between shardings that differ only in the holding ranks
+    part_of_rank  for each rank of the job the index of the part that it holds, or NOWHERE
     """
 
     shape: tuple[int, ...]

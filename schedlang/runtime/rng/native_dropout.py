@@ -41,7 +41,7 @@ AxisPlaces = tuple[tuple[str, int], ...]  # axis and coordinate
 class DrawFork:
     """The coordinates for a draw that differ from the step's own.
 
-    every   one draw for all rows of a batch, in all microbatches
+    whole_batch  one draw for all rows of a batch, in all microbatches
     """
 
     places: AxisPlaces

@@ -247,10 +247,10 @@ ValueKind = Literal["given", "point", "row", "column"]
 class ChainValue:
     """One value of a chain.
 
-    how    `inputs`: an input tensor, number `place`; `point`: an expression of the operands; `row`:
-           a reduction along each row (`text` is sum, max or min); `column`: a sum over all rows
-    rows   whether it differs from row to row
-    cols   whether it differs from column to column
+    kind  `inputs`: an input tensor, number `place`; `point`: an expression of the operands; `row`:
+          a reduction along each row (`text` is sum, max or min); `column`: a sum over all rows
+    rows  whether it differs from row to row
+    cols  whether it differs from column to column
     """
 
     name: str

@@ -48,10 +48,10 @@ class TensorSignature:
 class ForwardBackward:
     """Forward and backward graph of one function of tensors for one set of shapes.
 
-    forward    from the inputs to (results ..., other saved values ...)
-    backward   from (saved values ..., gradients of the results ...) to gradients of the inputs,
-               None for inputs without gradient; None if no input needs one
-    results    the number of results
+    forward   from the inputs to (results ..., other saved values ...)
+    backward  from (saved values ..., gradients of the results ...) to gradients of the inputs, None
+              for inputs without gradient; None if no input needs one
+    results   the number of results
     """
 
     forward: fx.Graph
@@ -152,7 +152,7 @@ class KernelPair:
     """Both kernels of a chain for one set of shapes.
 
     results    the number of results: the first outputs of the forward kernel
-    kept       sources of the saved values: inputs, or outputs of the forward kernel
+    saved      sources of the saved values: inputs, or outputs of the forward kernel
     gradients  sources of the inputs' gradients in the backward kernel
     """
 

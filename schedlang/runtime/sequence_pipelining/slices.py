@@ -58,14 +58,14 @@ Weight = Callable[[Batch], float]
 class SplitSequences:
     """The split of an unmodified model's sequences into parts; found by a probe.
 
-    labels   the input with the labels; "" if there is none
-    shift    how the last token of a part gets its label, which the next part may have: "none", the
-             model does not shift labels; "given", as the input `shift_labels`; "head", the part
-             gets that label too, and the output of the module `head` one more row without a label
-    ignore   the label that does not count
-    along    inputs (by path) that are split along the sequence; None: decided by their sizes
-    places   lines of the model that count positions by the length of their input
-    draws    (module, turn) of a random draw -> for each dim of one sample "", "rows" or "keys"
+    labels  the input with the labels; "" if there is none
+    shift   how the last token of a part gets its label, which the next part may have: "none", the
+            model does not shift labels; "given", as the input `shift_labels`; "head", the part gets
+            that label too, and the output of the module `head` one more row without a label
+    ignore  the label that does not count
+    along   inputs (by path) that are split along the sequence; None: decided by their sizes
+    places  lines of the model that count positions by the length of their input
+    draws   (module, turn) of a random draw -> for each dim of one sample "", "rows" or "keys"
     """
 
     labels: str = ""
@@ -121,13 +121,13 @@ def _append_row(module: nn.Module, args: Any, output: Any) -> Any:
 class Slicing(SplitSequences):
     """The split of a model's sequences into slices that run one after the other.
 
-    count    the number of slices
-    carrier  how keys and values are carried: "cache", by a cache of transformers; "calls", at the
-             model's calls of torch's attention
-    keys     inputs of two dims along the sequence that describe keys: a slice gets them up to its
-             end
-    left     whether sequences may be padded on the left
-    grain    lengths are multiples of it, if ranks split sequences
+    count                the number of slices
+    carrier              how keys and values are carried: "cache", by a cache of transformers;
+                         "calls", at the model's calls of torch's attention
+    keys                 inputs of two dims along the sequence that describe keys: a slice gets them
+                         up to its end
+    allows_left_padding  whether sequences may be padded on the left
+    multiple             lengths are multiples of it, if ranks split sequences
     """
 
     count: int

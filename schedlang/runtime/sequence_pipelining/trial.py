@@ -148,13 +148,13 @@ SLICE_LENGTHS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
 class Trial:
     """A small model and a small batch with the options of its runs.
 
-    lengths    tokens of each part
-    weight     returns the weight of a part in the mean loss
-    rule       how the loss reads its labels
-    random     whether the model draws random numbers
-    alike      left-out block -> the equal block that represents it (see `SmallModel`)
-    along      inputs that are split along the sequence
-    unbatched  random draws without a dim of samples
+    lengths          tokens of each part
+    weight           returns the weight of a part in the mean loss
+    rule             how the loss reads its labels
+    random           whether the model draws random numbers
+    representatives  left-out block -> the equal block that represents it (see `SmallModel`)
+    along            inputs that are split along the sequence
+    unbatched        random draws without a dim of samples
     """
 
     model: nn.Module

@@ -178,15 +178,15 @@ class RedistributionCache:
 class Edge:
     """One axis of a sharded module: the placements of its input and output, before and after.
 
-    arrives   placement of the input that arrives
-    wants     placement of the input for the module's computation
-    computes  placement of the output that the module computes
-    leaves    placement of the output that the module returns
-    differ    the module computes differently on each rank: gradients of a full input are partial,
-              and are summed where the input enters
-    cut       the size of the output's last dim without padding, if padding must be removed
-    head      the output stays split over the vocabulary, for a parallel loss
-    hoisted   this module gathers the input because modules inside need the full tensor
+    input_before   placement of the input that arrives
+    input_after    placement of the input for the module's computation
+    output_before  placement of the output that the module computes
+    output_after   placement of the output that the module returns
+    differ         the module computes differently on each rank: gradients of a full input are
+                   partial, and are summed where the input enters
+    true_size      the size of the output's last dim without padding, if padding must be removed
+    is_head        the output stays split over the vocabulary, for a parallel loss
+    hoisted        this module gathers the input because modules inside need the full tensor
     """
 
     group: Group

@@ -47,10 +47,8 @@ class SegmentWork:
     """The work of one segment of a step.
 
     operators  (kind, FLOPs, bytes read and written) of an operator -> how often it ran; kinds:
-               matrix
-               product, fused attention, other. FLOPs count as 16-bit ones: in 32 bits they are
-               twice
-               as many, as on tensor cores
+               matrix product, fused attention, other. FLOPs count as 16-bit ones: in 32 bits they
+               are twice as many, as on tensor cores
     messages   messages, and how often each was sent
     copied     bytes copied to the host and back
     """
@@ -181,8 +179,8 @@ class StepSegment:
 class SegmentUse:
     """A segment by class of bytes: at its peak (of the sum) and at its end.
 
-    passing  peak of the bytes that are no training state
-    work     the work of the segment
+    peak_transient  peak of the bytes that are no training state
+    work            the work of the segment
     """
 
     operation: Any

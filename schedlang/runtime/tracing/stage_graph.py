@@ -66,18 +66,22 @@ def unit_labels(units: Sequence[str]) -> tuple[str, ...]:
 class StageGraph:
     """The units of a model in call order, and the values between them; a value without tensors.
 
-    units    modules; a module whose calls are units of their own appears once for each call
-    reads    what each unit reads
-    final    what the loss and the outputs read
-    leaves   the tensors that units return
-    between  at k: the parameters and buffers that the code before unit k uses (last: after all)
-    owners   parameter -> the units that read it themselves; none if only code between units does
-    partial  output (by path) -> the units that compute its values without returning them
-    flops    floating-point operations of each unit's forward
-    saved    bytes that each unit saves for backward, without parameters
-    given    bytes of each unit's tensor arguments
-    ran      equal numbers mark equal operators with results of equal sizes; entries alternate: the
-             code before the first unit, the first unit, the code behind it, and so on
+    units             modules; a module whose calls are units of their own appears once for each
+                      call
+    reads             what each unit reads
+    final             what the loss and the outputs read
+    leaves            the tensors that units return
+    between           at k: the parameters and buffers that the code before unit k uses (last: after
+                      all)
+    owners            parameter -> the units that read it themselves; none if only code between
+                      units does
+    partial           output (by path) -> the units that compute its values without returning them
+    flops             floating-point operations of each unit's forward
+    saved_bytes       bytes that each unit saves for backward, without parameters
+    argument_bytes    bytes of each unit's tensor arguments
+    operator_classes  equal numbers mark equal operators with results of equal sizes; entries
+                      alternate: the code before the first unit, the first unit, the code behind it,
+                      and so on
     """
 
     units: tuple[str, ...]

@@ -43,7 +43,7 @@ Ranks = Sequence[int]
 class EndTensors:
     """The tensors of one end on all ranks: their layouts and dtypes.
 
-    also   other names of a tensor -> its name in `layouts`
+    aliases  other names of a tensor -> its name in `layouts`
     """
 
     layouts: dict[str, TensorLayout]
@@ -63,8 +63,8 @@ class EndTensors:
 class ProgramLayout:
     """The layout of a program: its mesh, and the holdings of its parameters; equal on its ranks.
 
-    buffers   holdings of the buffers' valid values; each rank has a copy of every buffer
-    ranks     ranks of the job, in the order of the mesh
+    buffers  holdings of the buffers' valid values; each rank has a copy of every buffer
+    ranks    ranks of the job, in the order of the mesh
     """
 
     axes: tuple[tuple[str, int], ...]
