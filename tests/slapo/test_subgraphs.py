@@ -161,8 +161,10 @@ def test_fused_chains_train_as_the_model(threads: Threads) -> None:
     assert proven(threads, sch.plan(), IDS).ok
 
 
-def test_bias_dropout_residual_norm(threads: Threads) -> None:
-    """Four calls in a row, a dropout among them, draw the model's own masks."""
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}])
+def test_bias_dropout_residual_norm(threads: Threads, mesh: dict[str, int]) -> None:
+    """Four calls in a row, a dropout among them, draw the model's own masks; a row-parallel product
+    is summed over ranks before its bias is added."""
 
     class Out(nn.Module):
         def __init__(self) -> None:
@@ -174,9 +176,13 @@ def test_bias_dropout_residual_norm(threads: Threads) -> None:
             return out
 
     sch = create_schedule(nets.Net(Out()))
+    if mesh:
+        sch.mesh(**mesh)
     sch.pattern("tail(x, c, r, w, b) { layer_norm(dropout(x + c) + r, w, b) }")
     sch["body.fc"].decompose("bias")
     sch["body"].fuse("tail")
+    if mesh:
+        sch["body.fc"].shard("row", over="tp")
     assert proven(threads, sch.plan(), IDS).ok
 
 

@@ -1,4 +1,4 @@
-"""A projection in two steps, the product and the addition of its bias (`decompose_bias(bias)`)."""
+"""A projection in two steps, the product and the addition of its bias (`decompose(bias)`)."""
 
 from __future__ import annotations
 
