@@ -126,7 +126,7 @@ def pofo(
         ]
         parts, fewer = _pruned(more)
         thinned = thinned or fewer
-    found = [_measured(chain, part.treatments, ratio) for part in parts]
+    found = [_measured(chain, part.ways, ratio) for part in parts]
     if thinned and len(among) == len(TREATMENTS):
         simpler = (pofo(chain, memory, ratio, ("keep", way)) for way in TREATMENTS[1:])
         found += [one for one in simpler if one is not None]

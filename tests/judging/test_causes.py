@@ -274,19 +274,19 @@ class Known:
     rows: Sequence[PartGradients] = ()
     words: Sequence[PartGradients] = ()
 
-    def of_rows(self, *_: str) -> Iterator[PartGradients]:
+    def split_by_rows(self, *_: str) -> Iterator[PartGradients]:
         """Those of rows."""
         return iter(self.rows)
 
-    def of_words(self, *_: str) -> Iterator[PartGradients]:
+    def split_by_tokens(self, *_: str) -> Iterator[PartGradients]:
         """Those of words."""
         return iter(self.words)
 
-    def counts(self, _: str) -> list[list[int]]:
+    def label_counts_by_part(self, _: str) -> list[list[int]]:
         """No labels."""
         return []
 
-    def labelled(self, _: str) -> dict[str, int]:
+    def label_counts(self, _: str) -> dict[str, int]:
         """Likewise."""
         return {}
 

@@ -213,7 +213,7 @@ def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.Monk
 
     saving = BackgroundSave()
     monkeypatch.delattr(sys, "last_value", raising=False)
-    for wait in (saving.wait, saving._at_exit):
+    for wait in (saving.finish, saving._at_exit):
         saving.thread = Writes()  # type: ignore[assignment]
         wait()
     assert got_on == [False, False]
