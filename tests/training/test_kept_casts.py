@@ -122,7 +122,7 @@ def _keeps(rows: str, mesh: str) -> bool:
     try:
         return region.casts is not None
     finally:
-        region.end()
+        region.end_step()
 
 
 @pytest.mark.parametrize("row", ["cast(bf16)", "cast(bf16, params=true)"])
