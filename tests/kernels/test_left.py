@@ -90,7 +90,7 @@ def test_a_norm_of_its_own_is_told_by_everyone(threads: Any) -> None:
     assert len(facts) == 1 and "`layers.1`" in facts[0] and WHY in facts[0]
     course = TrainingRun(plan, lambda seed: BATCH, steps=1)
     (one,) = threads.run(train, 1, course)[0].declined_calls
-    assert one.sites == ("layers.1",) and one.calls == 1 and one.why == WHY
+    assert one.sites == ("layers.1",) and one.calls == 1 and one.reason == WHY
 
 
 def test_a_program_warns_once() -> None:
