@@ -39,7 +39,7 @@ def bias_twice(patch: Patch, site: Site) -> None:
 @bug("F52", "fuse", ARGUMENT, "patterned")
 def arguments_in_another_order(patch: Patch, site: Site) -> None:
     """A region is given its arguments in another order than it was made for."""
-    patch.setattr(FusedRegion, "__call__", lambda self, *given: self.plain(*given[::-1]))
+    patch.setattr(FusedRegion, "__call__", lambda self, *given: self.eager(*given[::-1]))
 
 
 @bug("F53", "fuse", FREEZE, "patterned")
@@ -49,7 +49,7 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
 
     def called(self: Any, *given: Any) -> Any:
         *rest, mask = given
-        return self.plain(*rest, kept.setdefault((self, mask.shape), mask))
+        return self.eager(*rest, kept.setdefault((self, mask.shape), mask))
 
     patch.setattr(FusedRegion, "__call__", called)
 
@@ -60,7 +60,7 @@ def last_column_left_out(patch: Patch, site: Site) -> None:
     plain = launch._Run._made
 
     def made(self: Any, value: Any, *given: Any) -> Tensor:
-        if value.how == "row":
+        if value.kind == "row":
             return self.of(value.operands[0])[:, :-1].sum(1, keepdim=True)
         return plain(self, value, *given)
 

@@ -84,7 +84,7 @@ def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     plain = holdings.Holding.is_primary
 
     def primary(self: Any, mesh: Any, rank: int) -> bool:
-        if self.stages is None or len(self.stages) < 2 or not self.held(mesh, rank):
+        if self.stages is None or len(self.stages) < 2 or not self.is_held(mesh, rank):
             return plain(self, mesh, rank)
         alone = replace(self, stages=frozenset([mesh.index(rank, self.axis)]))
         return plain(alone, mesh, rank)
@@ -278,7 +278,7 @@ def sent_tensor_written_into(patch: Patch, site: Site) -> None:
 
     def capture(self: Any, unit: int, output: Any, made: Any, edges: Any) -> None:
         for k, leaf in enumerate(stage.pytree.tree_leaves(output)):
-            if (unit, k) in self.wanted:
+            if (unit, k) in self.sent_tokens:
                 if leaf.requires_grad:
                     edges[(unit, k)] = stage.get_gradient_edge(leaf)
                 made[(unit, k)] = leaf.detach()

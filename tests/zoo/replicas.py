@@ -256,7 +256,7 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
         mine, weights, total = plain(self, batch, *how)
         if a.ranks.mesh.size(a.replicas) == 1:
             return mine, weights, total
-        everyone = split_batch(batch, a.ranks.mesh.size(a.replicas), a.micro)
+        everyone = split_batch(batch, a.ranks.mesh.size(a.replicas), a.microbatches)
         return everyone[0], [a.weight(part.inputs) for part in everyone[0]], total
 
     patch.setattr(Program, "_parts", parts)

@@ -76,7 +76,7 @@ def frozen_parameters_decay(patch: Patch, site: Site) -> None:
 @bug("D14", "shard", REDUCTION, "tp", row="shard", credit="NeMo-RL#3788; ROCm TE#715")
 def clip_by_local_norm(patch: Patch, site: Site) -> None:
     """Each rank speaks for all it has: parts that several hold count several times."""
-    patch.setattr(holdings.Holding, "is_primary", lambda self, mesh, rank: self.held(mesh, rank))
+    patch.setattr(holdings.Holding, "is_primary", lambda self, mesh, rank: self.is_held(mesh, rank))
 
 
 def _norm_without(patch: Patch, left_out: Any) -> None:
@@ -163,7 +163,7 @@ def steps_counted_by_microbatch(patch: Patch, site: Site) -> None:
     def counted(made: Any) -> None:
         for state in made.optimizer.state.values():
             if "step" in state:
-                state["step"] += made.assembly.micro - 1
+                state["step"] += made.assembly.microbatches - 1
 
     _before_update(patch, counted)
 

@@ -238,5 +238,5 @@ def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 
     patch.setattr(
-        edges, "shard_logits", lambda y, edge: edges.ShardedLogits(y, edge.group, edge.cut)
+        edges, "shard_logits", lambda y, edge: edges.ShardedLogits(y, edge.group, edge.true_size)
     )
