@@ -338,7 +338,7 @@ def _compare(
     pool: Pool,
     plain: Observation | None = None,
 ) -> list[Row]:
-    """Return the rows of one run of the ranks; `plain` as in `Rounded`."""
+    """Return the rows of one run of the ranks; `plain` as in `WorkingRun`."""
     actual, worked, archive, *_ = ran
     exact = not inexact_rules(case.plan) and not case.by_parts
     rows = [*compare(expected, actual, exact=exact)]

@@ -28,7 +28,7 @@ path --read--> Source --parse--> File --expand--> Plan --propagate--> Traced --s
                                                    |
                                                    |-prepare (both, and what follows)-> Prepared
                                                    |                                       |
-                                       account, rehearse, static                 build, on each rank
+                                       account, simulate_ranks, static           build, on each rank
                                     (costs, memory, proofs: no ranks)                      |
                                                                           Program --prove--> Report
 ```
@@ -62,13 +62,13 @@ A step also reads state of its thread or process. No argument can carry this sta
 calls the code that reads it: in backward, in saved-tensor hooks, inside the model's code.
 
 * `scope` (step, microbatch, slice, module), per thread: calls of the model read it, and a
-  recomputation in backward restores it (`scope.capture`).
+  recomputation in backward restores it (`scope.capture_scope`).
 * `modes`, per thread: torch keeps its stack of function modes per thread, and a recomputation
   enters the modes again. `mixed_precision` imitates torch's autocast, which is also per thread.
-* `storage/saved` (policies around a module), per thread: torch has one slot of saved-tensor hooks,
-  and calls the innermost hooks.
-* `rng/native` (calls that draw random numbers), per thread, in a value of the program: the model
-  calls dropout.
+* `storage/saved_tensors_slot` (policies around a module), per thread: torch has one slot of
+  saved-tensor hooks, and calls the innermost hooks.
+* `rng/native_dropout` (calls that draw random numbers), per thread, in a value of the program: the
+  model calls dropout.
 * `storage/tiers`, `storage/copies` (locations of storages, streams), per process: a storage
   outlives the call that moved it, and streams belong to a device.
 * `comm/world` (the job, or its active part) and `comm/collectives` (observers), per process:
@@ -76,8 +76,8 @@ calls the code that reads it: in backward, in saved-tensor hooks, inside the mod
 * `fusion`, `rowwise_kernels` (regions by name, number of graphs), per process: torch registers
   operators by name, and shares a compiled graph between modules with the same code.
 
-A proof sets options of a program (`everything_moves`, `watched`, `noting`). They are read only
-where the program is built or where random numbers are drawn.
+A proof sets options of a program (`offload_all_sizes`, `listen_to_stores`, `record_near_ties`).
+They are read only where the program is built or where random numbers are drawn.
 
 """
 
@@ -85,18 +85,19 @@ TWICE = """## One idea in two places
 
 Most ideas have one implementation. All probes of kernels use `kernels/probe.py`. All probes of
 split sequences use `sequence_pipelining/trial.py`. Tensors that autograd saves go through
-`storage/saved.py`, and `pipeline/timeline/simulation.py` computes every time of a step.
+`storage/saved_tensors_slot.py`, and `pipeline/timeline/simulation.py` computes every time of a
+step.
 
 An idea has several implementations only if each one sees what the others cannot see:
 
-* **A forward without values.** `tracing/record.py` sees operators and storages, below autograd.
-  `propagation/trace.py` sees named dims in calls of torch, above autograd. `initial/recorded.py`
-  records how a model is created.
-* **Tensors that differ by rank.** `propagation/follow.py` finds them. `adjoint.py` proves the
-  result without the layouts of `follow.py`.
-* **Communication.** In `comm/collectives.py` modules report whose collective it is. `comm/tap.py`
-  runs one rank without the others. `launch/recorded_calls.py` watches ranks of a job that may be
-  stuck.
+* **A forward without values.** `tracing/recording.py` sees operators and storages, below autograd.
+  `propagation/trace.py` sees named dims in calls of torch, above autograd.
+  `initial/recorded_init.py` records how a model is created.
+* **Tensors that differ by rank.** `propagation/follower.py` finds them. `gradient_proof.py` proves
+  the result without the layouts of `follower.py`.
+* **Communication.** In `comm/collectives.py` modules report whose collective it is.
+  `comm/fake_rank.py` runs one rank without the others. `launch/recorded_calls.py` watches ranks of
+  a job that may be stuck.
 * **Norms.** They are written by hand (`kernels/norm.py`), generated (`rowwise_kernels`) or compiled
   (`fusion`). Nobody has measured yet on a GPU which is faster. `sharding/norms.py` has norms over
   sharded rows.

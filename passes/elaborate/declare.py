@@ -2,7 +2,7 @@
 
 * header, knob, mesh, view, require, search, use, def and pattern.
 * Arguments of a call, bound to the parameters of a `def`.
-* `expect`: bounds on costs of a plan, read here and checked in simulate/expected.py.
+* `expect`: bounds on costs of a plan, read here and checked in simulate/expectations.py.
 """
 
 from __future__ import annotations

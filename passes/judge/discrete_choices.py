@@ -277,7 +277,7 @@ def _swap_nearest(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
 def drop_ambiguous_rows(rows: Sequence[Row], other: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Drop rows that fail by no more than alternative choices explain; return the rest and a note.
 
-    `alternatives` are the rows of the original itself with the alternative choices, for the same
+    `other` are the rows of the original itself with the alternative choices, for the same
     bounds.
     """
     moved = {(row.condition, row.kind, row.name, row.step): row.error for row in other}

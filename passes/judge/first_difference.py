@@ -161,7 +161,8 @@ class FirstStep:
     def record_original(
         self, batch: Batch, *modes: Any, live: bool = False, taken: bool = False
     ) -> module_calls.RecordedStep:
-        """Run and record the original's step; `live` and `taken` as in `calls.followed`."""
+        """Run and record the original's step; `live` and `taken` as in
+        `module_calls.record_step`."""
         case = self.trial.case
         subject = Sequential(copy_original(case), loss=case.loss, follow=False)
         with enter_modes(*self._replay_choices(), *self.trial.modes, *modes):

@@ -42,7 +42,8 @@ class FP8Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Round the operands of matrix products to FP8, with one scale for each tensor.
 
     One scale for each tensor is the coarsest scaling that programs choose: scales for rows or
-    blocks round less. Inside `Nudged` each cast is off by one more rounding, in eight bits.
+    blocks round less. Inside `PerturbedRounding` each cast is off by one more rounding, in eight
+    bits.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -1,6 +1,6 @@
 """Record the module calls of one step: outputs or inputs, and gradients of the outputs.
 
-Used on both sides to find the first module that differs (`modules.py`).
+Used on both sides to find the first module that differs (`module_comparison.py`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RunRecord:
     )  # modules whose dropout calls differ by step
     masks: dict[str, str] = field(default_factory=dict)  # modules with wrong own masks, and why
     low_dtypes: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
-    strided: set[tuple[str, str]] = field(default_factory=set)  # see `waits.Heard.strided`
+    strided: set[tuple[str, str]] = field(default_factory=set)  # see `CallMonitor.strided`
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # call -> ranks
     changed_by_step: set[str] = field(
         default_factory=set

@@ -1,7 +1,7 @@
 """Evaluation of candidates on heterogeneous nodes: order of nodes, stages by speed, rows of
 replicas.
 
-The search uses `HeterogeneousEvaluator` instead of `Filler` where the cluster has unequal nodes.
+The search uses `HeterogeneousEvaluator` instead of `Evaluator` where the cluster has unequal nodes.
 Ranks are placed on nodes in any order (AMP, Li et al., NeurIPS 2022).  Replicas on nodes of their
 own get rows by their speed (Whale, Jia et al., USENIX ATC 2022).  With stages on nodes of their
 own, a replica is a pipeline of unequal devices (a virtual worker of HetPipe, Park et al., USENIX
@@ -333,7 +333,7 @@ class HeterogeneousEvaluator(Evaluator):
         return self._chains[at]
 
     def _table(self, way: Setting, rows: int, machine: Nodes) -> tuple[Floats, ...]:
-        """Seconds of one unit of each run, summed over the causes of `by_run`."""
+        """Seconds of one unit of each run, summed over the causes of `run_seconds`."""
         axes = sending_axes(way)
         key = replace(way.placement, rows=rows), axes, machine
         if key not in self._tables:

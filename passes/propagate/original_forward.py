@@ -357,7 +357,7 @@ class ObservedBatch(dict[str, Any]):
 
 
 def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
-    """Call the user's loss and add the keys that it reads to `loss_keys`; its errors become
+    """Call the user's loss and add the keys that it reads to `read`; its errors become
     S865."""
     try:
         return loss(output, ObservedBatch(batch, read))

@@ -130,7 +130,7 @@ def _kinds_by_share(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
 def full_model_name(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
     """Return the name in the full model of a parameter of the shorter model.
 
-    `shorten_model` maps each list to its numbers of layers in the shorter and in the full model.
+    `shorter` maps each list to its numbers of layers in the shorter and in the full model.
     The shorter model has the layers from both ends of the list.
     """
     for trunk, (now, before) in shorter.items():

@@ -1,8 +1,8 @@
 """A simulated step of one rank on the meta device: its sends, in order, and its bytes.
 
 No other ranks and no values exist.  Memory, time, sends of activations to a peer, and the static
-proofs are derived from it: `rehearse` simulates each kind of rank, with every storage and operator;
-`static_checks.roles` simulates several ranks, with the sends of each.
+proofs are derived from it: `simulate_ranks` simulates each kind of rank, with every storage and
+operator; `static_checks.roles` simulates several ranks, with the sends of each.
 """
 
 from __future__ import annotations

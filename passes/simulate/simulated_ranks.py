@@ -102,7 +102,7 @@ def runs_in_order(
 ) -> Iterator[tuple[Op, OperationRun]]:
     """Yield each operation of a place in a full step, with the simulated run that stands for it.
 
-    `partner_bytes`: stage -> bytes that a partner holds for it.
+    `parked`: stage -> bytes that a partner holds for it.
     """
     rows = _rows(plan, staged, place)
     often = Counter(operation_key(staged, place, op) for op in rows if op.kind not in PARTNER_KINDS)

@@ -233,7 +233,7 @@ def executed_sums(
 ) -> dict[int, list[GradientSum]]:
     """Return the sums that simulated ranks did; the planned ones for other stages.
 
-    Ranks with sliced state are simulated with full copies, so their sums in `sliced_sums` replace
+    Ranks with sliced state are simulated with full copies, so their sums in `slices` replace
     those.
     """
     plans = planned_sums(plan, prepared)

@@ -152,7 +152,8 @@ class WorkingRun:
 def observe_original(
     working: Case, conditions: Sequence[Condition], exact: Observation, draw: int = 0
 ) -> Observation:
-    """Observe the original in the working dtype under the plan's casts; `Nudged` by a draw > 0.
+    """Observe the original in the working dtype under the plan's casts; `PerturbedRounding` by a
+    draw > 0.
 
     The run chooses as the float64 run `exact` does.
     """

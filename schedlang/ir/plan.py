@@ -283,7 +283,7 @@ class Plan:
         return replace(plan, batch_split_parameters=plan.batch_split_parameters | {name})
 
     def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
-        """Return the plan in which a module computes as `kind`, with the options `kind_options`."""
+        """Return the plan in which a module computes as `kind`, with the options `told`."""
         options = (
             self.kind_options if told is None else as_layered(self.kind_options).put({fqn: told})
         )

@@ -103,7 +103,7 @@ def full_output(
 ) -> tuple[Any, dict[str, str]]:
     """Return the full output, and its missing leaves (None in the output): path -> reason.
 
-    `local_shards` are the microbatches whose last stage is on this rank; all ranks call this.
+    `parts` are the microbatches whose last stage is on this rank; all ranks call this.
     `layout` gives the tokens of each rank, where ranks split sequences.
     """
     output = None
@@ -134,7 +134,8 @@ def _gather_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
 
 
 def drop_missing(output: Any) -> tuple[Any, dict[str, str]]:
-    """Replace `Absent` leaves of an output by None; return the output, and the reasons by path."""
+    """Replace `MissingOutput` leaves of an output by None; return the output, and the reasons by
+    path."""
     leaves, spec = pytree.tree_flatten_with_path(output)
     missing = {
         leaf.place or place_text(path): leaf.reason
@@ -155,7 +156,7 @@ def place_text(path: Sequence[Any]) -> str:
 
 
 def _mark_missing(a: Assembly, output: Any) -> Any:
-    """Mark values in a microbatch's output that the last stage does not have as `Absent`."""
+    """Mark values in a microbatch's output that the last stage does not have as `MissingOutput`."""
     if a.stage_axis is None:
         return output
     plain = (Tensor, ShardedLogits, bool, int, float, str, type(None))

@@ -313,7 +313,7 @@ class RankView:
     names: Mapping[tuple[str, str], str]
 
     def layout_of(self, frame: CallFrame, given: bool, place: int) -> Note | None:
-        """Return the layout of an input (`received`) or output of a call; None if unknown."""
+        """Return the layout of an input (`given`) or output of a call; None if unknown."""
         if not self.layouts or not frame[0]:
             return Note()
         notes = self.layouts.get(frame, (None, None))[0 if given else 1]

@@ -304,7 +304,7 @@ class AxisPlacement:
     def _portion(
         self, op: str, name: str, together: float, share: float, wide: float = 1.0
     ) -> float:
-        """Seconds of a parameter's share of one message of `reduced_together` bytes."""
+        """Seconds of a parameter's share of one message of `together` bytes."""
         size = self.graph.bytes(name)
         together = max(size, together)
         return self._send(op, together * share * wide) * size / together

@@ -177,7 +177,7 @@ class PlacedTokens:
 
 @dataclass(frozen=True)
 class BlockRules:
-    """The options of all blocks of an attention call; slopes and rows as in `Mask`."""
+    """The options of all blocks of an attention call; slopes and rows as in `AttentionMask`."""
 
     reach: PositionMask
     scale: float

@@ -1,7 +1,7 @@
 """Probe of context parallelism: run a small copy of a model by shards of its tokens on one process.
 
 The loss and every gradient must equal those of the full sequences.  `probe` tries candidates of
-`Tokens` and returns the first that passes; if none passes, the model is refused with the first
+`TokenSplit` and returns the first that passes; if none passes, the model is refused with the first
 module that computes some tokens differently.  The shards run in threads, one awake at a time.
 """
 

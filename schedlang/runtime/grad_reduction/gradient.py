@@ -155,7 +155,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
-        self.guarded = False  # the module was handed out: see `own_loop`
+        self.guarded = False  # the module was handed out: see `user_loops`
 
     def flatten(self, sums: Sequence[GradientReduction]) -> None:
         """Make gradients that are reduced together views of one tensor, replicas first.

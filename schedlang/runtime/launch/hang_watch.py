@@ -1,10 +1,10 @@
 """Watch a torchrun job for hangs: whether its ranks make progress, and their stacks if none does.
 
 A thread of each rank checks whether its rank makes progress, by the rule for local ranks
-(`launch/job.py`), and if so increments a counter in the job's store. If no rank has incremented it
-for `HANG_AFTER` seconds, one rank asks all for their stacks and prints them, and the job ends. A
-rank outside of `waits_for_ranks`, where it runs its own script and may wait, counts as making
-progress, and so does one under a debugger.
+(`launch/rank_job.py`), and if so increments a counter in the job's store. If no rank has
+incremented it for `HANG_AFTER` seconds, one rank asks all for their stacks and prints them, and
+the job ends. A rank outside of `waits_for_ranks`, where it runs its own script and may wait,
+counts as making progress, and so does one under a debugger.
 
 Only on CPUs: a rank may wait for a busy GPU without using CPU time.
 """

@@ -50,7 +50,7 @@ class LogitsStandIn:
         raise NotImplementedError
 
     def with_base(self, lines: Tensor) -> Any:
-        """Return the logits of another tensor in place of `base`."""
+        """Return the logits of `lines` in place of those of `base`."""
         raise NotImplementedError
 
     def view(self, *shape: Any) -> Any:

@@ -69,7 +69,7 @@ def mixed_dims(
 ) -> set[int]:
     """Return the dims of the main tensor along which a call mixes elements.
 
-    `full_shape` and `after` are the original's shapes before and after the call, `integers` the
+    `whole` and `after` are the original's shapes before and after the call, `integers` the
     integers among the original's arguments.
     """
     if name in WINDOWS:
@@ -487,7 +487,7 @@ def apply_repeats(inputs: list[Tensor], expected: Call | None, follower: Followe
 
 def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
     """Return the note of a tensor in whose place the original's call gets one of shape
-    `full_shape`."""
+    `whole`."""
     for repeat in follower.left_out:
         dim, times = repeat.dim, repeat.times
         if repeat.after != whole or tensor.ndim != len(whole):

@@ -396,7 +396,7 @@ class RowDraws:
         self.rows, self.calls = tuple(rows), 0
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Draw`; a tensor with more rows holds those of each sample side by side."""
+        """See `DrawSource`; a tensor with more rows holds those of each sample side by side."""
         first, *rest = shape
         assert first % len(self.rows) == 0, f"{first} rows of {len(self.rows)} samples"
         each, self.calls = (first // len(self.rows), *rest), self.calls + 1
@@ -411,7 +411,7 @@ class RowDraws:
         return torch.cat(made).to(device, dtype)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """See `Draw`."""
+        """See `DrawSource`."""
         return torch.ge(self.uniform(shape, torch.float64, device), p)
 
 
@@ -419,11 +419,11 @@ class ConstantDraws:
     """A source that drops nothing, and whose numbers are all 0.5."""
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Draw`."""
+        """See `DrawSource`."""
         return torch.full(tuple(shape), 0.5, dtype=dtype, device=device)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """See `Draw`."""
+        """See `DrawSource`."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
 

@@ -190,7 +190,7 @@ def list_candidates(trial: Trial) -> Iterator[Slicing]:
 
 
 def label_fields(trial: Trial) -> dict[str, Any]:
-    """Return the fields of `SequenceParts` that a trial's batch and loss decide alone."""
+    """Return the fields of `SplitSequences` that a trial's batch and loss decide alone."""
     rule = trial.rule
     known = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
     return {"along": trial.along, **known}

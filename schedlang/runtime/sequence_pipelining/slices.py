@@ -214,9 +214,9 @@ def sequence_length(batch: Batch) -> int:
 
 
 def even_lengths(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
-    """Return lengths of `count` slices that differ by at most `multiple`.
+    """Return lengths of `count` slices that differ by at most `grain`.
 
-    They are multiples of `multiple`, except the last one if `total` is not a multiple.
+    They are multiples of `grain`, except the last one if `total` is not a multiple.
     """
     *most, last = (grain * len(run) for run in split_rows(total // grain, count))
     return (*most, last + total % grain)

@@ -21,8 +21,8 @@ def exchange_halo(
 ) -> Tensor:
     """Return this rank's shard along `dim` with rows of its neighbours around it.
 
-    The last `padding_before` rows of the previous rank are in front, the first `halo_after` rows
-    of the next rank behind; a negative `halo_after` removes rows of the shard.  At both ends of
+    The last `before` rows of the previous rank are in front, the first `after` rows
+    of the next rank behind; a negative `after` removes rows of the shard.  At both ends of
     the full tensor the halo is `fill`.  Gradients of exchanged rows are added to those of their
     owner, by the backward of the exchange and of the concatenation.
     Dryden et al. (2019), Hy-Fi (2022): spatial parallelism with halo exchange.

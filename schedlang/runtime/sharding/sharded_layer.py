@@ -48,7 +48,7 @@ class ShardedLayer:
         )
 
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded computation; `wrapped` is the module's own forward."""
+        """Run the sharded computation; `inner` is the module's own forward."""
         if kwargs and not args and self.kind:  # `norm(input=x)`: the split tensor comes first
             _, first, *_ = inspect.signature(type(self.module).forward).parameters
             args = (kwargs.pop(first),) if first in kwargs else ()
