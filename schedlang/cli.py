@@ -40,17 +40,17 @@ def main() -> None:
     try:
         # load only the named verb; for an unknown word all of them, to list them
         app = make_app(words[:1] if words and words[0] in VERBS else VERBS)
-        _with_json(app) if "--json" in words else app()
+        _run_with_json_errors(app) if "--json" in words else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
 
 
-def _with_json(app: typer.Typer) -> None:
-    """Run a verb whose output a machine reads: what is wrong with its words is JSON as well."""
+def _run_with_json_errors(app: typer.Typer) -> None:
+    """Run a verb with `--json`: usage errors are printed as JSON, too."""
     try:
         code = app(standalone_mode=False)
     except Exception as error:
-        said = getattr(error, "format_message", None)  # of typer's, wherever its class lies
+        said = getattr(error, "format_message", None)  # of an error of typer or click
         if type(error).__name__ == "Abort":  # by the keyboard
             sys.exit(1)
         if said is None:

@@ -238,24 +238,24 @@ def _hooked(name: str) -> Refusal:
 
 
 def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
-    """Trace a copy of the model; refuses (S867) what writes into the model itself meanwhile."""
-    before = _versions(plan)
+    """Trace a copy of the model; refuse (S867) if that writes into the model itself."""
+    before = _buffer_versions(plan)
     traced = propagate(plan, sample, loss)
-    for name, version in _versions(plan).items():
+    for name, version in _buffer_versions(plan).items():
         if before[name] != version:
-            raise _written(name)
+            raise _write_refusal(name)
     return traced
 
 
-def _versions(plan: Plan) -> dict[str, int]:
+def _buffer_versions(plan: Plan) -> dict[str, int]:
     """Count the writes to each buffer of the user's own model; one on meta has no value to lose."""
     buffers = plan.model.base.model.named_buffers()
     counted = ((name, one) for name, one in buffers if not (one.is_inference() or one.is_meta))
     return {name: one._version for name, one in counted}
 
 
-def _written(name: str) -> Refusal:
-    """S867: a function that was made around the model writes there, whichever copy runs."""
+def _write_refusal(name: str) -> Refusal:
+    """Return S867: a function holds the model itself, and writes into it when a copy runs."""
     return Refusal.of(
         "S867",
         f"a run of a copy of the model writes into `{name}` of the model itself",

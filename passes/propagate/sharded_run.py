@@ -416,7 +416,7 @@ class ShardedRun:
         """Run the forward; return the first mismatch with the original, or None."""
         from schedlang.runtime.batch import run_forward
         from schedlang.runtime.global_state import restore_global_state
-        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace, of_the_model
+        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace, is_model_error
         from schedlang.runtime.tracing.meta_runs import tensors_in, without_values
 
         model = self._copy()
@@ -438,10 +438,10 @@ class ShardedRun:
         except Exception as error:
             if self.divided:  # a number that counts something else: this try leads nowhere
                 return Mismatch(("", 0), str(error), None, (), -1)
-            if not of_the_model(error):
+            if not is_model_error(error):
                 raise
             found = self.follower.refuse(str(error).split("\n")[0], None)
-            found.frame, found.raw = self.stack.broke, True
+            found.frame, found.raw = self.stack.failed_frame, True
             return found
         return None
 

@@ -59,7 +59,7 @@ from schedlang.runtime.step_batch import BatchComparison, check_batch_names, spl
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import module_of, no_copy
+from schedlang.runtime.user_loops import copy_refusal, module_of
 from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -123,7 +123,9 @@ class Program:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         if self.assembly.ranks.mesh.world > 1:
-            raise no_copy("a program of several ranks cannot be copied: its groups are this job's")
+            raise copy_refusal(
+                "a program of several ranks cannot be copied: its groups are this job's"
+            )
         made = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(vars(self), memo))

@@ -27,8 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
-from schedlang.runtime.adapters.fully_shard import not_copied
-from schedlang.runtime.adapters.torch_clip import check_clipping, hear_of_unscaling
+from schedlang.runtime.adapters.fully_shard import refuse_copies
+from schedlang.runtime.adapters.torch_clip import check_clipping, check_unscaling
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward
@@ -37,7 +37,7 @@ from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
 _STEP = "use `train_step` and `eval_step`"
 _SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
-_given_out: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
+_user_modules: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
 
 def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
@@ -57,24 +57,24 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         raise Refusal.of("S617", title, helps=(_STEP,))
     if not a.local_parameters.guarded:
         a.local_parameters.guarded = True
-        not_copied(a.module, _refuse_copy)
-        _given_out.update(a.module.modules())
-        _hear_of_new()
+        refuse_copies(a.module, _refuse_copy)
+        _user_modules.update(a.module.modules())
+        _register_replacement_hooks()
         _guard_sums(a.local_parameters, a.reductions)
         _guard_shards(a)
     return a.module
 
 
 @functools.cache
-def _hear_of_new() -> None:
-    """Look from now on at parameters and modules that are put into those of a program."""
-    register_module_parameter_registration_hook(_check_new)
-    register_module_module_registration_hook(_check_new)
+def _register_replacement_hooks() -> None:
+    """Check from now on the parameters and modules that replace those of a program."""
+    register_module_parameter_registration_hook(_check_replacement)
+    register_module_module_registration_hook(_check_replacement)
 
 
-def _check_new(module: nn.Module, name: str, new: object) -> None:
-    """Raise Refusal S617 where a step would neither train nor save what is put there."""
-    if module in _given_out and new is not getattr(module, name, None):
+def _check_replacement(module: nn.Module, name: str, new: object) -> None:
+    """Raise Refusal S617 if a step would neither train nor save the new parameter or module."""
+    if module in _user_modules and new is not getattr(module, name, None):
         raise Refusal.of(
             "S617",
             f"a new `{name}` in a module of a program would be neither trained nor saved",
@@ -86,8 +86,8 @@ def _check_new(module: nn.Module, name: str, new: object) -> None:
         ).at(python_span())
 
 
-def no_copy(title: str) -> Refusal:
-    """S617 of a copy whose ranks could not work together."""
+def copy_refusal(title: str) -> Refusal:
+    """Return S617 for a copy of a program or of its module, whose ranks could not communicate."""
     helps = (
         "`program.state_dict()` has whole values, for averages of weights or a copy of the model",
         "a second program: `sch.build(...)` again, then `load_state_dict`",
@@ -96,7 +96,7 @@ def no_copy(title: str) -> Refusal:
 
 
 def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:
-    raise no_copy(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
+    raise copy_refusal(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
 
 
 def _guard_sums(held: LocalParameters, sums: Iterable[GradientReduction]) -> None:
@@ -133,7 +133,7 @@ def _guard_shards(a: Assembly) -> None:
 def _register_checks() -> None:
     """Check from now on the arguments of `clip_grad_norm_`, and optimizers that step."""
     check_clipping(_check_norm)
-    hear_of_unscaling(_check_scaler)
+    check_unscaling(_check_scaler)
     register_optimizer_step_pre_hook(_check_optimizer)
 
 

@@ -217,7 +217,7 @@ SHARED = {
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
     ("user_loops", "_checked"),
-    ("user_loops", "_given_out"),
+    ("user_loops", "_user_modules"),
 }
 
 

@@ -83,7 +83,7 @@ class RepeatCheck:
         name = self.names[unit]
         kind = self.kinds[name]
         if kind in self.seen:
-            output, drawn = self._called(name, original, args, kwargs)
+            output, drawn = self._run_recorded(name, original, args, kwargs)
             self.found += drawn
             return output
         self.seen.add(kind)
@@ -101,7 +101,7 @@ class RepeatCheck:
             [torch.default_generator, *module_generators(modules_in(module))]
         )
         # state made at the first call exists after it
-        output, drawn = self._called(name, original, args, kwargs)
+        output, drawn = self._run_recorded(name, original, args, kwargs)
         before = AttributeSnapshot(modules_in(module))
         with draws:
             first = _calls(original, fill_template(template, tensors))
@@ -111,23 +111,24 @@ class RepeatCheck:
         self.found += list(_differences(name, first, second))[:1] or drawn
         return output
 
-    def _called(
+    def _run_recorded(
         self, name: str, original: Any, args: Any, kwargs: Any
     ) -> tuple[Any, list[Difference]]:
-        """A call; that it draws is seen by generators that have moved, not by what they gave.
+        """Run one call; return its output, and a difference if a generator has moved.
 
-        A layer of a low rate may well draw alike twice, and one of rate 0 tells nothing of others.
+        The drawn numbers do not show it: a layer with a low drop rate may draw the same twice, and
+        a layer with rate 0 does not represent the others.
         """
         module = self.model.get_submodule(name)
-        before = _others(module)
+        before = _generator_states(module)
         output = original(*args, **kwargs)
-        after = _others(module)
+        after = _generator_states(module)
         moved = [where for where, state in after.items() if before.get(where, state) != state]
         return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
 
 
-def _others(module: nn.Module) -> dict[str, object]:
-    """Return the states of generators that no recomputation replays, by what they are."""
+def _generator_states(module: nn.Module) -> dict[str, object]:
+    """Return the states of the generators that a recomputation does not replay, by name."""
     found: dict[str, object] = {"Python's `random`": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:

@@ -45,8 +45,9 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
-    """Let `refuse` answer where torch only says that it copies no such module."""
+def refuse_copies(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
+    """Call `refuse` when a module of torch's fully_shard is deep-copied, in place of torch's
+    error."""
     for one in module.modules():
         if isinstance(one, FSDPModule):
             made: Any = type(one)  # a class that torch has made

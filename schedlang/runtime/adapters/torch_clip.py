@@ -26,7 +26,7 @@ def check_clipping(check: Callable[[Iterable[Any]], None]) -> None:
     clip_grad._clip_grads_with_norm_ = clip
 
 
-def hear_of_unscaling(check: Callable[[Iterable[Any]], None]) -> None:
+def check_unscaling(check: Callable[[Iterable[Any]], None]) -> None:
     """Let `check` see the parameters before `GradScaler` looks whether gradients are finite."""
 
     def unscale(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -581,8 +581,8 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
-def any_outside() -> bool:
-    """Tell whether a function mode holds here that is not to be traced into a graph."""
+def is_ignored_mode_active() -> bool:
+    """Return whether a function mode is active that must not be traced into a graph."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(getattr(mode, "outside", False) for mode in modes)
 

@@ -26,9 +26,9 @@ from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.fusion.dataflow import (
     FlowArguments,
     TraceDepth,
-    any_outside,
     flow_arguments_of,
     has_replaced_forward,
+    is_ignored_mode_active,
     trace_flow,
     without_function_modes,
 )
@@ -140,7 +140,9 @@ class FusedForward:
             self.compiled = _compile(inner, self.rounding)
             tracked = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
             versions = [(one, one._version) for one in tracked]
-        without_modes = without_function_modes() if modes or any_outside() else nullcontext()
+        without_modes = (
+            without_function_modes() if modes or is_ignored_mode_active() else nullcontext()
+        )
         with without_modes, _count_graphs(self), _refuse_breaks(self.name):
             out = self.compiled(*args, **kwargs)
         if any(one._version != version for one, version in versions):

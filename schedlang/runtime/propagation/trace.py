@@ -150,15 +150,16 @@ class Trace(TorchFunctionMode):
 class ModuleStack:
     """The stack of running modules; `watch` wraps the forwards of a throwaway copy.
 
-    mains       the main tensor among the arguments of each frame
-    turns       modules in the order of their first call, and how often each was called
-    outside     (module, enclosing module) where the module is called while the enclosing one is
-                idle
-    overwrites  modules that write into a tensor among their arguments
-    access      records parameters that are read, replaced or written outside their modules, or None
-    muted       above 0 in opaque modules: nothing is recorded
-    observer    called with each call's frame and arguments, then with its frame and results
-    broke       the innermost call that has raised
+    mains         the main tensor among the arguments of each frame
+    turns         modules in the order of their first call, and how often each was called
+    outside       (module, enclosing module) where the module is called while the enclosing one is
+                  idle
+    overwrites    modules that write into a tensor among their arguments
+    access        records parameters that are read, replaced or written outside their modules, or
+                  None
+    muted         above 0 in opaque modules: nothing is recorded
+    observer      called with each call's frame and arguments, then with its frame and results
+    failed_frame  the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])
@@ -169,7 +170,7 @@ class ModuleStack:
     access: ParameterAccess | None = None
     muted: int = 0
     observer: Callable[[Frame, Any], None] | None = None
-    broke: Frame = ("", 0)
+    failed_frame: Frame = ("", 0)
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the throwaway copy; inside opaque modules nothing is recorded."""
@@ -203,7 +204,7 @@ class ModuleStack:
         try:
             out = inner(*args, **kwargs)
         except Exception:
-            self.broke = self.broke if self.broke[0] else self.frames[-1]
+            self.failed_frame = self.failed_frame if self.failed_frame[0] else self.frames[-1]
             raise
         finally:
             self.muted -= opaque
@@ -569,7 +570,7 @@ class Mismatch(Exception):
         self.unit = 0  # heads of a split tensor beside a full one; 0: no such pair
 
 
-def of_the_model(error: Exception) -> bool:
+def is_model_error(error: Exception) -> bool:
     """Return whether a check of shapes in the model's own Python code has raised `error`.
 
     Precondition: the same forward has run without shards before.
