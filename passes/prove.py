@@ -79,11 +79,11 @@ from schedlang.passes.verify.working_dtype import (
     split_undecided,
 )
 from schedlang.report import Report, Row
-from schedlang.runtime.comm import world as job
+from schedlang.runtime.comm import world
 from schedlang.runtime.declined_calls import DeclinedCalls, declined_in, merge_declined
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.global_state import restore_global_state
-from schedlang.runtime.launch.forkserver import report_progress as tell
+from schedlang.runtime.launch.forkserver import report_progress
 from schedlang.runtime.launch.pool import Pool, shared_pool, temporary_folder, use_threads_of_ranks
 from schedlang.runtime.launch.rank_job import Hang, TimeIsUp, current_limit, lift_limit
 from schedlang.runtime.modes import enter_modes
@@ -442,9 +442,9 @@ def _run_rank(
     with restore_global_state(case.plan.model.model, case.loss), enter_modes(Float64()):
         seen = observe_programs(case, conditions, made)
         made[saved_condition(conditions)].save(f"{folder}/state")
-        tell(_SAVED)
+        report_progress(_SAVED)
         again = load_on_ranks(made, case, conditions, folder)
-        again = again if job.rank() == 0 else NO_OUTPUTS
+        again = again if world.rank() == 0 else NO_OUTPUTS
         drawn = check_native_draws(made[0], case.batches[0])
         if drawn is not None and seen.tensors:
             seen.streams[Key(conditions[0].name, NATIVE_DRAWS, 0, "")] = drawn

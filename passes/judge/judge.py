@@ -81,8 +81,7 @@ from schedlang.passes.verify.training_runs import (
 )
 from schedlang.report import Gap, Report
 from schedlang.runtime.batch import split_rows
-from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.float64 import to_float64 as wide
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
 from schedlang.runtime.launch.pool import Hang, Pool, shared_pool, temporary_folder
 from schedlang.runtime.launch.rank_job import lift_limit
@@ -314,7 +313,7 @@ def _float64_case(task: Task) -> Case:
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
     module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
-    return replace(case, batches=tuple(wide(dict(batch)) for batch in case.batches))
+    return replace(case, batches=tuple(to_float64(dict(batch)) for batch in case.batches))
 
 
 def _plain_case(task: Task, module: nn.Module) -> Case:

@@ -35,8 +35,7 @@ from schedlang.passes.verify.observe import Batch, Condition, Observation, obser
 from schedlang.passes.verify.original import Sequential, count_rows
 from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.float64 import to_float64 as wide
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import enter_modes
 
@@ -171,7 +170,7 @@ class Trial:
         """The same trial in float64, with the weights that the model has now."""
         case = self.case.with_model(as_float64(self.case.plan.model.model))
         conditions = [
-            replace(one, batches=tuple(wide(dict(b)) for b in one.batches))
+            replace(one, batches=tuple(to_float64(dict(b)) for b in one.batches))
             for one in self.conditions
         ]
         return replace(self, case=case, conditions=tuple(conditions), float64=True)

@@ -131,11 +131,10 @@ def _save(builder: Builder) -> None:
 
 def compress_activations(one: ActivationCoding, copy: Copy, bits: Mapping[str, Any]) -> None:
     """Compress the tensors that a module saves; `bits` has the table of each module."""
-    from schedlang.runtime.activation_memory.quantized import Quantization
-    from schedlang.runtime.activation_memory.quantized import quantize_saved as coded
+    from schedlang.runtime.activation_memory.quantized import Quantization, quantize_saved
 
     table = {each.number: each.bits for each in bits.get(one.fqn, ())}
-    coded(copy.at(one.fqn), one.fqn, Quantization(one.bits, one.block), bits=table)
+    quantize_saved(copy.at(one.fqn), one.fqn, Quantization(one.bits, one.block), bits=table)
 
 
 def _offload_saved(one: OffloadedTensors, builder: Builder) -> None:

@@ -23,8 +23,12 @@ from schedlang.ir.annotations import StageCut
 from schedlang.ir.memory import ADAMW_MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.partition.stage_partition import SLOWEST, PartitionProblem, StageOption
-from schedlang.passes.partition.stage_partition import find_partition as cut_of
+from schedlang.passes.partition.stage_partition import (
+    SLOWEST,
+    PartitionProblem,
+    StageOption,
+    find_partition,
+)
 from schedlang.pipeline.timeline.table import Kind, Timeline
 from schedlang.runtime.tracing.stage_graph import refusal
 
@@ -112,7 +116,7 @@ def balanced_stages(
         low, high = bounds[count - last], bounds[count - first]
         yield StageOption(weight(after, low, high) if weight else sums[high] - sums[low], 0.0)
 
-    found = cut_of(
+    found = find_partition(
         PartitionProblem(count, menu, devices=stages, stages=stages, prefer_long_first=True),
         SLOWEST,
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 Vector = tuple[float, ...]
@@ -416,56 +415,3 @@ def _stage_times(problem: PartitionProblem) -> Iterator[float]:
                     for after in range(most):
                         ways = problem.menu(first, last, range(at, at + size), after)
                         yield from (way.seconds for way in ways)
-
-
-def partition_units(
-    times: Sequence[tuple[float, float]],
-    stages: int,
-    micro: int = 1,
-    objective: Objective | str = PIVOT,
-    *,
-    sends: Sequence[float] = (),
-    held: Sequence[float] = (),
-    kept: Sequence[float] = (),
-    memory: float = math.inf,
-    flight: Callable[[int], float] | None = None,
-) -> tuple[int, ...] | None:
-    """Return the number of units of each stage, first to last; None where nothing fits in memory.
-
-    times  (forward, backward) seconds of each unit, for one microbatch
-    sends  seconds of the message after each unit (none: 0)
-    held   bytes of each unit without activations
-    kept   bytes of activations of each unit; a stage of 1F1B has them min(later stages + 1, micro)
-           times
-    memory, flight  see `PartitionProblem`
-    Raises ValueError where there are fewer units than stages.
-    """
-    count = len(times)
-    if not 1 <= stages <= count:
-        raise ValueError(f"{count} units do not make {stages} stages, each of one at least")
-    forward, backward = ([0.0, *accumulate(side)] for side in zip(*times, strict=True))
-    bytes_held = [0.0, *accumulate(held or [0.0] * count)]
-    bytes_kept = [0.0, *accumulate(kept or [0.0] * count)]
-
-    def menu(first: int, last: int, devices: range, after: int) -> Iterator[StageOption]:
-        yield StageOption(
-            forward[last] - forward[first],
-            backward[last] - backward[first],
-            held=bytes_held[last] - bytes_held[first],
-            kept=bytes_kept[last] - bytes_kept[first],
-        )
-
-    problem = PartitionProblem(
-        count,
-        menu,
-        micro,
-        devices=stages,
-        stages=stages,
-        send=lambda unit, device: sends[unit - 1] if sends else 0.0,
-        memory=memory,
-        flight=flight,
-    )
-    found = find_partition(
-        problem, OBJECTIVES[objective] if isinstance(objective, str) else objective
-    )
-    return found.units if found else None

@@ -13,7 +13,7 @@ from itertools import count, product
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.tables import format_seconds as briefly
+from schedlang.diagnostics.tables import format_seconds
 from schedlang.passes.planner.reasons import RejectedSetting
 from schedlang.passes.planner.search import Counts, SearchResult
 from schedlang.passes.planner.search_space import Job
@@ -286,7 +286,7 @@ def _duration(seconds: float) -> str:
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
-    return briefly(seconds)
+    return format_seconds(seconds)
 
 
 # -- energy ----------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.pipeline.schedules import OrderError
-from schedlang.pipeline.schedules import make_order as named
+from schedlang.pipeline.schedules import OrderError, make_order
 from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
 
 Array = NDArray[np.float64]
@@ -255,7 +254,7 @@ def _levels(count: int, sources: Rows, targets: Rows) -> list[Rows]:
 @lru_cache(256)
 def order_timeline(order: str, ranks: int, micro: int, chunks: int, slices: int = 1) -> Timeline:
     """Return the timeline of an order: forwards and backwards of stages without copies."""
-    line = named(order, ranks, micro, chunks, slices=slices)
+    line = make_order(order, ranks, micro, chunks, slices=slices)
     if line.replicas > 1 or not np.isin(line.kind, PRICED_KINDS).all():
         reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
         raise OrderError(reason, "a planner prices orders that do not, as 1F1B and ZB-V")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from schedlang.passes.simulate.machine import RING_COSTS
 
 if TYPE_CHECKING:
-    from schedlang.ir.plan import Plan as Rows
+    from schedlang.ir.plan import Plan
     from schedlang.passes.simulate.traffic import Collective
 
 Strides = tuple[int, ...]
@@ -40,7 +40,7 @@ class Traffic:
     rings: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
 
-def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int]) -> Traffic:
+def traffic_of(plan: Plan, sent: Iterable[Collective], host: Callable[[int], int]) -> Traffic:
     """Count the bytes that an account's collectives send between hosts.
 
     A group of ranks, or a ring of ranks, visits each of its hosts once.  An all-to-all is a message
@@ -64,7 +64,7 @@ def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int
     return Traffic(0.0, {(a, b): much for (a, b), much in messages.items()}, dict(rings))
 
 
-def _groups(plan: Rows, one: Collective) -> Iterator[tuple[int, ...]]:
+def _groups(plan: Plan, one: Collective) -> Iterator[tuple[int, ...]]:
     """Yield the ranks of each group of a collective; for sends of stages the two ends of each
     message."""
     mesh, axis = plan.mesh, plan.cuts[0].axis if plan.cuts else ""

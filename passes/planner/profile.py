@@ -50,8 +50,7 @@ from schedlang.passes.verify.probe import find_batch_norm
 if TYPE_CHECKING:
     from schedlang.passes.propagate.original_forward import Weight
     from schedlang.passes.propagate.sharded_run import Loss
-    from schedlang.runtime.storage.footprint import SegmentWork as Played
-    from schedlang.runtime.storage.footprint import TrafficMessage
+    from schedlang.runtime.storage.footprint import SegmentWork, TrafficMessage
 
 # -- a source of chains ----------------------------------------------------------------------------
 
@@ -280,7 +279,7 @@ def _unit(
     )
 
 
-def _work(played: Played, mesh: Mesh) -> Work:
+def _work(played: SegmentWork, mesh: Mesh) -> Work:
     """Convert recorded work to the planner's values, without messages that this rank receives."""
     operators = tuple(
         OperatorCost(cast(Kind, kind), flops, float(moved), float(often))

@@ -46,8 +46,7 @@ from schedlang.runtime.activation_memory.quantized import NearTieMap
 from schedlang.runtime.batch import RowShares, split_batch, with_leaf_tensors
 from schedlang.runtime.checkpointing.holdings import first_rank
 from schedlang.runtime.comm import world
-from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.float64 import to_float64 as wide
+from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.grad_reduction.batch_statistics import ScaledLoss
 from schedlang.runtime.modes import enter_modes
@@ -130,7 +129,7 @@ def own_float64(case: Case) -> Case:
 
 
 def _with_float64(case: Case, module: nn.Module) -> Case:
-    batches = tuple(wide(_cast_batch(case, batch)) for batch in case.batches)
+    batches = tuple(to_float64(_cast_batch(case, batch)) for batch in case.batches)
     return replace(case.with_model(as_float64(module)), batches=batches)
 
 

@@ -107,8 +107,7 @@ def search_model(
     """
     from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.model import ModelFacts
-    from schedlang.passes.planner.limits import parse_limits
-    from schedlang.passes.planner.limits import parse_question as question
+    from schedlang.passes.planner.limits import parse_limits, parse_question
     from schedlang.passes.planner.paper_planners import find_planner
     from schedlang.passes.planner.profile import Profiles
     from schedlang.passes.planner.search import explain_rejection
@@ -121,7 +120,7 @@ def search_model(
     limits = parse_limits(asked.pin or (), asked.forbid or (), asked.least or ()).combined_with(
         limits
     )
-    questions = [question(text) for text in asked.why or ()]
+    questions = [parse_question(text) for text in asked.why or ()]
     if asked.planner is not None:
         find_planner(asked.planner)
     check_folders(out=asked.out)

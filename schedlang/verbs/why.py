@@ -37,8 +37,7 @@ def why(
 ) -> None:
     """Show which rows act on a module or parameter, or why ranks send something to each other."""
     from schedlang.verbs.inputs import account_costs, plan_schedule
-    from schedlang.viz.why import explain_collective, list_collectives
-    from schedlang.viz.why import explain_rows as rows
+    from schedlang.viz.why import explain_collective, explain_rows, list_collectives
 
     if (name is not None) + (collective is not None) + collectives != 1:
         title = "`why` needs either a module or a collective"
@@ -47,7 +46,7 @@ def why(
         )
     found = plan_schedule(file, common.model, common.knob, common.mesh)
     if name is not None:
-        text = rows(found.plan, found.tree, name)
+        text = explain_rows(found.plan, found.tree, name)
     elif collective is None:
         text = list_collectives(account_costs(found))
     else:

@@ -19,8 +19,7 @@ import torch
 
 from schedlang.pipeline.timeline.proof import check_queues, check_timeline, with_transfers
 from schedlang.pipeline.timeline.sharded_weights import with_gathers
-from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, Op, Timeline
-from schedlang.pipeline.timeline.table import timeline_from_rows as make_timeline
+from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, Op, Timeline, timeline_from_rows
 from schedlang.runtime.batch_weights import Number
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_host
@@ -489,4 +488,4 @@ def _evaluation_order(timeline: Timeline, count: int) -> Timeline:
     units = [(m // timeline.ranks, s, m) for m in range(count) for s in range(timeline.stages)]
     for _, stage, microbatch in sorted(units):
         rows[int(timeline.stage_rank[stage])].append(Op(Kind.F, stage, microbatch))
-    return make_timeline(rows, timeline.edges)
+    return timeline_from_rows(rows, timeline.edges)

@@ -38,8 +38,7 @@ from schedlang.runtime.batch_weights import (
 )
 from schedlang.runtime.device import plain_numbers
 from schedlang.runtime.modes import enter_modes
-from schedlang.runtime.rng.logical_dropout import LogicalWindow, narrow_window
-from schedlang.runtime.rng.logical_dropout import WindowOfDraw as Windows
+from schedlang.runtime.rng.logical_dropout import LogicalWindow, WindowOfDraw, narrow_window
 from schedlang.runtime.sequence_pipelining.carried_keys import (
     CarriedKeys,
     Place,
@@ -86,7 +85,7 @@ class SplitSequences:
             return []
         return [model.get_submodule(self.head).register_forward_hook(_append_row)]
 
-    def windows(self, inner: Windows | None) -> Windows:
+    def windows(self, inner: WindowOfDraw | None) -> WindowOfDraw:
         """Return the window of a logical dropout mask for a part, within `inner`'s windows."""
 
         def window(site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
